@@ -6,7 +6,9 @@ use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_roles::Decode;
 use baton_roles::decode::Answer;
 use baton_transfer::{Receiver, ReceiverOptions, TransportChoice};
-use baton_worker::{Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, stream_status};
+use baton_worker::{
+    Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, scored, stream_status,
+};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -82,6 +84,7 @@ impl Wire for DecodeNode {
         let last = answer.is_last();
         let event = match answer {
             Answer::Reserved(target) => Sent::Reserved(v1::Reserved { target }),
+            Answer::Scored(tokens) => Sent::Scored(scored(tokens)),
             Answer::Token(token) => Sent::Token(token.into()),
             Answer::Started(cached_tokens) => Sent::Started(v1::Started { cached_tokens }),
             Answer::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),

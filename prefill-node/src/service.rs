@@ -12,7 +12,8 @@ use baton_runtime::metrics as names;
 use baton_transfer::{PathReport, Sender, SenderOptions, TransferError, TransportKind};
 use baton_types::WorkerId;
 use baton_worker::{
-    Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, kv_converter, stream_status,
+    Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, kv_converter, scored,
+    stream_status,
 };
 use metrics::counter;
 use tonic::service::RoutesBuilder;
@@ -124,6 +125,7 @@ impl Wire for PrefillNode {
     fn event(answer: Answer) -> Result<(v1::PrefillEvent, bool), Status> {
         let last = answer.is_last();
         let event = match answer {
+            Answer::Scored(tokens) => Sent::Scored(scored(tokens)),
             Answer::FirstToken { token, finish, cached_tokens } => {
                 let finish = finish.map(|reason| v1::FinishReason::from(reason).into());
                 Sent::FirstToken(v1::FirstToken { token: Some(token.into()), finish, cached_tokens })

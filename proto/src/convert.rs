@@ -123,6 +123,7 @@ impl From<SamplingParams> for v1::WorkerSampling {
         v1::WorkerSampling {
             max_tokens: p.max_tokens,
             min_tokens: p.min_tokens,
+            prompt_logprobs: p.prompt_logprobs,
             temperature: p.temperature,
             top_p: p.top_p,
             top_k: p.top_k,
@@ -147,6 +148,7 @@ impl TryFrom<v1::WorkerSampling> for SamplingParams {
         let params = SamplingParams {
             max_tokens: p.max_tokens,
             min_tokens: p.min_tokens,
+            prompt_logprobs: p.prompt_logprobs,
             temperature: p.temperature,
             top_p: p.top_p,
             top_k: p.top_k,
@@ -185,6 +187,7 @@ mod tests {
     fn sampling_survives_the_wire() {
         let params = SamplingParams {
             min_tokens: 3,
+            prompt_logprobs: Some(4),
             logit_bias: vec![(3, 1.5), (9, -2.0)],
             stop_token_ids: vec![2],
             top_logprobs: Some(5),

@@ -7,10 +7,10 @@ use std::future::pending;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, RequestLimits, Sequence};
+use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, RequestLimits, Sequence, Taken};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
-use baton_types::{ErrorKind, RequestId, SamplingParams};
+use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut};
 use futures::StreamExt;
 use tokio::time::{Instant, Sleep, sleep_until};
 
@@ -111,7 +111,8 @@ impl Driver {
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience) = (deadline.into_std(), *patience);
-        NewRequest { prompt, names, cache_salt, limits, deadline, patience }
+        let scored = sampling.prompt_logprobs.is_some();
+        NewRequest { prompt, names, cache_salt, scored, limits, deadline, patience }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
@@ -130,6 +131,7 @@ impl Driver {
                 self.prefill = Some(open_prefill(self.workers.link(worker), request));
             }
             Effect::Emit(token) => return Some(self.emit(token).await),
+            Effect::EmitScored(tokens) => return Some(self.emit_scored(tokens).await),
             Effect::DropDecode => self.decode = None,
             Effect::DropPrefill => self.prefill = None,
             Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
@@ -141,14 +143,14 @@ impl Driver {
         None
     }
 
-    async fn emit(&mut self, token: baton_types::TokenOut) -> ChoiceInput {
-        tokio::select! {
-            // First, so that a client that keeps up costs no timer.
-            biased;
-            taken = self.sink.token(token) => ChoiceInput::Taken(taken),
-            () = sleep_until(self.job.deadline) => ChoiceInput::Wake,
-            () = self.shutdown.forced() => ChoiceInput::Stopping,
-        }
+    async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
+        let Driver { sink, job, shutdown, .. } = self;
+        given(sink.token(token), job.deadline, shutdown).await
+    }
+
+    async fn emit_scored(&mut self, tokens: Vec<TokenOut>) -> ChoiceInput {
+        let Driver { sink, job, shutdown, .. } = self;
+        given(sink.scored(tokens), job.deadline, shutdown).await
     }
 
     /// Waits for the next outside event. Of events that are ready together, the first in this order is taken.
@@ -165,13 +167,15 @@ impl Driver {
     }
 
     fn sequence(&self, sequence: Sequence) -> v1::Sequence {
-        let Sequence { tokens, prompt_tokens, time_left } = sequence;
+        let Sequence { tokens, prompt_tokens, scored, time_left } = sequence;
         let Job { request_id, sampling, standing, .. } = &self.job;
+        let prompt_logprobs = sampling.prompt_logprobs.filter(|_| scored);
+        let sampling = SamplingParams { prompt_logprobs, ..sampling.clone() };
         v1::Sequence {
             request_id: request_id.0.clone(),
             tokens: tokens.to_vec(),
             prompt_tokens,
-            sampling: Some(sampling.clone().into()),
+            sampling: Some(sampling.into()),
             // At least 1, because 0 means no deadline.
             deadline_ms: u64::try_from(time_left.as_millis()).unwrap_or(u64::MAX).max(1),
             cache_salt: standing.cache_salt.clone(),
@@ -180,6 +184,17 @@ impl Driver {
             tenant: standing.tenant,
             weight: standing.weight,
         }
+    }
+}
+
+/// The outcome of giving something to the client.
+async fn given(taking: impl Future<Output = Taken>, deadline: Instant, shutdown: &Shutdown) -> ChoiceInput {
+    tokio::select! {
+        // First, so that a client that keeps up costs no timer.
+        biased;
+        taken = taking => ChoiceInput::Taken(taken),
+        () = sleep_until(deadline) => ChoiceInput::Wake,
+        () = shutdown.forced() => ChoiceInput::Stopping,
     }
 }
 

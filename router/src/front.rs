@@ -114,6 +114,8 @@ pub(crate) struct Generation {
     pub n: u32,
     events: mpsc::Receiver<Event>,
     open: Vec<bool>,
+    /// Nothing of the answers is wanted.
+    only_prompt: bool,
     failure: Arc<OnceLock<RequestError>>,
     slot: Slot,
 }
@@ -208,7 +210,7 @@ impl Front {
         let pass = tenant.as_ref().map(|tenant| tenant.admit(input.choices())).transpose()?;
 
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
-        let calls = input.tools.is_some();
+        let (calls, only_prompt) = (input.tools.is_some(), input.only_prompt);
         let choices = input.choices();
         let planned = input.plan(&self.model, self.workers.capacity()).await?;
         let permit = match (permit, tenant.as_deref()) {
@@ -258,7 +260,8 @@ impl Front {
             }
             prompts.push(plan.prompt);
         }
-        Ok(Generation { prompts, n, events, open: vec![true; choice as usize], failure, slot })
+        let open = vec![true; choice as usize];
+        Ok(Generation { prompts, n, events, open, only_prompt, failure, slot })
     }
 
     /// Where tenants' requests wait for their turn; None where clients need no key.
@@ -341,11 +344,11 @@ impl Generation {
 
     fn noted(&mut self, event: Event) -> Event {
         match event.kind {
-            EventKind::Token { .. } => {}
+            EventKind::Token { .. } | EventKind::Scored(_) => {}
             EventKind::Finished { .. } => self.open[event.choice as usize] = false,
             EventKind::Failed(_) => self.open.clear(),
         }
-        event
+        if self.only_prompt { event.without_answer() } else { event }
     }
 }
 

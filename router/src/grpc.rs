@@ -63,6 +63,11 @@ impl v1::inference_server::Inference for Inference {
             let mut next = generation.next().await;
             while let Some(event) = next.take() {
                 match event.kind {
+                    EventKind::Scored(tokens) if tokens.is_empty() => {}
+                    EventKind::Scored(tokens) => {
+                        let prompt = tokens.into_iter().map(Into::into).collect();
+                        yield Ok(v1::GenerateResponse { prompt, ..Default::default() });
+                    }
                     EventKind::Token { piece, mut text } => {
                         let mut tokens = vec![piece.token.into()];
                         // Tokens that are there by now go out in one message.
@@ -74,7 +79,7 @@ impl v1::inference_server::Inference for Inference {
                         }
                         let index = sent;
                         sent += tokens.len() as u32;
-                        yield Ok(v1::GenerateResponse { index, tokens, text, finish: None });
+                        yield Ok(v1::GenerateResponse { index, tokens, text, ..Default::default() });
                     }
                     EventKind::Finished { reason, text, usage } => {
                         let usage = v1::Usage {
@@ -84,7 +89,7 @@ impl v1::inference_server::Inference for Inference {
                         };
                         let reason = v1::FinishReason::from(reason).into();
                         let finish = Some(v1::Finish { reason, usage: Some(usage) });
-                        yield Ok(v1::GenerateResponse { index: sent, tokens: Vec::new(), text, finish });
+                        yield Ok(v1::GenerateResponse { index: sent, text, finish, ..Default::default() });
                     }
                     EventKind::Failed(error) => yield Err(status(&error)),
                 }
@@ -145,6 +150,7 @@ fn read(
         false => request.request_id,
     };
     let mut asked = request.sampling.unwrap_or_default();
+    let only_prompt = asked.max_tokens == Some(0) && asked.prompt_logprobs.is_some();
     let field = "sampling.constraint";
     let constraint = asked.constraint.take().map(Constraint::try_from).transpose();
     let constraint = constraint.map_err(|e| RequestError::invalid(field, e.to_string()))?;
@@ -152,7 +158,8 @@ fn read(
         model: request.model,
         prompts: vec![prompt],
         n: 1,
-        max_tokens: asked.max_tokens,
+        max_tokens: asked.max_tokens.map(|most| most.max(only_prompt.into())),
+        only_prompt,
         seed: asked.seed,
         ignore_eos: asked.ignore_eos,
         sampling: sampling(asked, defaults.clone()),
@@ -187,6 +194,7 @@ fn sampling(asked: v1::Sampling, defaults: SamplingParams) -> SamplingParams {
         logit_bias,
         min_tokens: asked.min_tokens,
         top_logprobs: asked.top_logprobs,
+        prompt_logprobs: asked.prompt_logprobs,
         stop_token_ids: asked.stop_token_ids,
         ..defaults
     }

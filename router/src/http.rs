@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
 use crate::input::{GenerateInput, Standing};
-use crate::openai::{self, Answer, Asked, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
+use crate::openai::{self, Answer, Asked, Echo, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
 use crate::random::random_u64;
 use crate::sink::{EventKind, broken_off};
 use crate::sse;
@@ -125,6 +125,8 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
     };
     let parser = input.tools.as_ref().map(|tools| front.model.tool_parser(tools));
     let generation = front.generate(input).await?;
+    let echo = |ids| Echo::new(&front.model, ids);
+    let echoes = generation.prompts.iter().filter(|_| asked.echo).map(echo).collect();
     let answer = Answer {
         shape,
         id,
@@ -133,6 +135,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
         fingerprint: format!("fp_{:016x}", front.workers.fingerprint()),
         asked,
         prompts: generation.prompts.clone(),
+        echoes,
         n: generation.n,
         parser,
     };
@@ -143,7 +146,7 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
 }
 
 async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, RequestError> {
-    let mut parts = answer.empty_parts();
+    let mut parts = answer.openings();
     let mut readers = answer.readers();
     let mut usage = UsageSum::default();
     while let Some(event) = generation.next().await {
@@ -151,8 +154,9 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
         match event.kind {
             EventKind::Token { piece, text } => {
                 part.add(readers[event.choice as usize].push(text));
-                part.pieces.push(piece);
+                answer.add(part, piece);
             }
+            EventKind::Scored(tokens) => answer.add_scored(part, tokens),
             EventKind::Finished { reason, text, usage: own } => {
                 part.add(readers[event.choice as usize].push(text));
                 part.add(readers[event.choice as usize].finish());

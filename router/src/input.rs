@@ -49,6 +49,8 @@ pub(crate) struct GenerateInput {
     pub sampling: SamplingParams,
     /// Maximum tokens per answer; None: as many as fit.
     pub max_tokens: Option<u32>,
+    /// The prompt alone is wanted, with its log probabilities: what is generated is not sent.
+    pub only_prompt: bool,
     /// None: a random seed is used.
     pub seed: Option<u64>,
     /// The model's end tokens do not end an answer.

@@ -35,9 +35,27 @@ pub(crate) struct Event {
     pub kind: EventKind,
 }
 
+impl Event {
+    /// The same for a client that wants nothing of the answer.
+    pub fn without_answer(self) -> Event {
+        let kind = match self.kind {
+            EventKind::Token { .. } => EventKind::Scored(Vec::new()),
+            EventKind::Finished { usage, .. } => EventKind::Finished {
+                reason: FinishReason::Length,
+                text: String::new(),
+                usage: Usage { completion_tokens: 0, ..usage },
+            },
+            kind => kind,
+        };
+        Event { kind, ..self }
+    }
+}
+
 /// The events of a choice, in order. Exactly one is `Finished` or `Failed`, and it is the last.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum EventKind {
+    /// Tokens of the prompt with their log probabilities. All come before the first token of the answer.
+    Scored(Vec<TokenOut>),
     /// One token, and the text that is certain now.
     Token {
         /// The token and its place in the text.
@@ -167,6 +185,14 @@ impl Sink {
             return Taken::ClientGone;
         }
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
+    }
+
+    /// Sends tokens of the prompt with their log probabilities.
+    pub async fn scored(&mut self, tokens: Vec<TokenOut>) -> Taken {
+        match self.send(EventKind::Scored(tokens)).await {
+            true => Taken::Sent,
+            false => Taken::ClientGone,
+        }
     }
 
     /// The workers are done with it, however long its client takes to read.

@@ -97,15 +97,20 @@ impl Writer {
     /// Takes in an event of a choice.
     fn event(&mut self, event: Event) {
         let choice = event.choice;
+        if self.waiting.as_ref().is_some_and(|part| part.choice != choice) {
+            self.write_waiting();
+        }
         match event.kind {
             EventKind::Token { piece, text } => {
-                if self.waiting.as_ref().is_some_and(|part| part.choice != choice) {
-                    self.write_waiting();
-                }
                 self.begin(choice);
                 let part = self.waiting.get_or_insert_with(|| Part { choice, ..Part::default() });
                 part.add(self.readers[choice as usize].push(text));
-                part.pieces.push(piece);
+                self.answer.add(part, piece);
+            }
+            EventKind::Scored(tokens) => {
+                self.begin(choice);
+                let part = self.waiting.get_or_insert_with(|| Part { choice, ..Part::default() });
+                self.answer.add_scored(part, tokens);
             }
             EventKind::Finished { reason, text, usage } => {
                 self.write_waiting();
@@ -138,15 +143,17 @@ impl Writer {
     fn write_waiting(&mut self) {
         let Some(part) = self.waiting.take() else { return };
         let asked = self.answer.asked;
-        if !part.text.is_empty() || !part.calls.is_empty() || asked.logprobs.is_some() || asked.token_ids {
+        let logprobs = asked.logprobs.is_some() && !(part.pieces.is_empty() && part.scored.is_empty());
+        if !part.text.is_empty() || !part.calls.is_empty() || logprobs || asked.token_ids && !part.pieces.is_empty() {
             self.part(part);
         }
     }
 
-    /// Writes the first chunk of a choice in a chat, which carries the role.
+    /// Writes the first chunk of a choice, which carries the role in a chat, or the prompt that is repeated.
     fn begin(&mut self, choice: u32) {
-        if self.answer.shape == Shape::Chat && !self.begun[choice as usize] {
-            self.part(Part { choice, ..Part::default() });
+        let asked = self.answer.asked;
+        if (self.answer.shape == Shape::Chat || asked.echo) && !self.begun[choice as usize] {
+            self.part(self.answer.opening(choice));
         }
     }
 

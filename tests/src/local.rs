@@ -280,7 +280,7 @@ impl<B: Backend> Local<B> {
 }
 
 impl<B: Backend + 'static> Local<B> {
-    /// The same as a worker does it: tokens are chosen where the model likes, and with `ahead` steps are launched behind others. Also how many
+    /// The same as a worker does it: tokens of prompts are scored where that is asked for, tokens are chosen where the model likes, and with `ahead` steps are launched behind others. Also how many
     /// were.
     pub fn generate(
         &mut self,
@@ -324,6 +324,7 @@ fn deliver(
     let mut ended = 0;
     for event in events.drain(..) {
         match event {
+            Event::Scored { seq, tokens } => answers[places[&seq]].extend(tokens),
             Event::Token { seq, token, .. } => answers[places[&seq]].push(token),
             Event::Finished { .. } => ended += 1,
             other => bail!("unexpected {other:?}"),

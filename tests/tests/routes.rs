@@ -24,7 +24,7 @@ struct Request {
     params: SamplingParams,
 }
 
-/// Random requests: greedy and sampled, with penalties, some under a constraint, prompts of 1 to `longest` tokens.
+/// Random requests: greedy and sampled, with penalties, some under a constraint, some with their prompts scored, prompts of 1 to `longest` tokens.
 fn requests(count: usize, longest: u64, model: &Model, seed: u64) -> Vec<Request> {
     let vocab = u64::from(model.config().vocab_size);
     let mut random = tiny::random_u64(seed, "routes");
@@ -40,6 +40,7 @@ fn requests(count: usize, longest: u64, model: &Model, seed: u64) -> Vec<Request
                 seed: next(u64::MAX),
                 max_tokens: 2 + next(10) as u32,
                 top_logprobs: Some(TOP),
+                prompt_logprobs: (i % 5 == 2).then_some(3),
                 ..SamplingParams::default()
             };
             let constraint = match i % 7 {
@@ -79,6 +80,7 @@ async fn ask(
         seed: Some(p.seed),
         frequency_penalty: Some(p.frequency_penalty),
         top_logprobs: p.top_logprobs,
+        prompt_logprobs: p.prompt_logprobs,
         ignore_eos: p.constraint.is_none(),
         constraint: p.constraint.map(|c| Constraint::clone(&c).into()),
         ..Default::default()
@@ -90,7 +92,7 @@ async fn ask(
     let mut stream = client.generate(request).await?.into_inner();
     let mut tokens = Vec::new();
     while let Some(part) = stream.message().await? {
-        tokens.extend(part.tokens.into_iter().map(TokenOut::from));
+        tokens.extend(part.prompt.into_iter().chain(part.tokens).map(TokenOut::from));
     }
     tokens.into_iter().map(exact).collect()
 }
@@ -119,8 +121,8 @@ fn compare(
 ) -> anyhow::Result<()> {
     let mut wanted = Vec::new();
     for request in requests {
-        let answer = local.one(&request.prompt, &request.params)?;
-        wanted.push(answer.into_iter().map(exact).collect::<anyhow::Result<Vec<_>>>()?);
+        let (answers, _) = local.generate(&[(request.prompt.clone(), request.params.clone())], false)?;
+        wanted.push(answers.concat().into_iter().map(exact).collect::<anyhow::Result<Vec<_>>>()?);
     }
     for (route, options) in routes {
         let cluster = Cluster::start(ClusterOptions { model: spec.to_owned(), ..options.clone() })?;
@@ -257,10 +259,12 @@ fn kv_changes_its_type_between_workers_alike_over_every_transport() -> anyhow::R
         let cluster = Cluster::start(ClusterOptions { transport, args, ..ClusterOptions::new(directory.path()) })?;
         let got = through(&cluster, &requests, true, transport)?;
         for (request, got) in requests.iter().zip(&got) {
-            let local = over_f16.one(&request.prompt, &request.params)?;
-            let wanted = local.into_iter().map(exact).collect::<anyhow::Result<Vec<_>>>()?;
-            ensure!(got[0] == wanted[0], "the first token is computed over f16:\n{:?}\n{:?}", got[0], wanted[0]);
-            if let (Some(got), Some(wanted)) = (got.get(1), wanted.get(1)) {
+            let (local, _) = over_f16.generate(&[(request.prompt.clone(), request.params.clone())], false)?;
+            let wanted = local.concat().into_iter().map(exact).collect::<anyhow::Result<Vec<_>>>()?;
+            let first = request.params.prompt_logprobs.map_or(0, |_| request.prompt.len() - 1);
+            let over_f16 = (got.get(..=first), wanted.get(..=first));
+            ensure!(over_f16.0 == over_f16.1, "the first token is computed over f16:\n{over_f16:?}");
+            if let (Some(got), Some(wanted)) = (got.get(first + 1), wanted.get(first + 1)) {
                 ensure!(got.2 != wanted.2, "the second token is computed over q8, whose logits are others");
             }
         }

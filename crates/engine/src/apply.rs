@@ -4,7 +4,7 @@ use baton_types::{SeqId, TokenOut};
 
 use crate::sequence::{Doom, Phase, Sequence};
 use crate::swap::swaps_in;
-use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, SequenceError, Start, Step, StepRow};
+use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, Score, SequenceError, Start, Step, StepRow};
 
 /// Placeholder for a token that is not known yet.
 const UNKNOWN: [u32; 1] = [0];
@@ -28,12 +28,19 @@ impl Engine {
             let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
             let sample = Sample { params: &sequence.params, index: row.index, prompt, generated };
             let known = sequence.tokens.get(row.start as usize..(row.start + row.len) as usize);
+            let (first, scored) = row.scores;
+            let score = Score {
+                after: first.saturating_sub(row.start + 1),
+                tokens: sequence.tokens.get(first as usize..(first + scored) as usize).unwrap_or_default(),
+                top: sequence.params.prompt_logprobs.unwrap_or_default(),
+            };
             rows.push(Row {
                 seq: row.seq,
                 tokens: known.unwrap_or(&UNKNOWN),
                 follows: if known.is_none() { row.follows } else { None },
                 start: row.start,
                 tables: sequence.tables(),
+                score: (scored > 0).then_some(score),
                 sample: row.samples.then_some(sample),
             });
         }
@@ -44,8 +51,8 @@ impl Engine {
         result
     }
 
-    /// Applies the oldest step in flight, which is computed. `out` has the runner's tokens, one per sampling row in row
-    /// order; they are taken out of it.
+    /// Applies the oldest step in flight, which is computed. `out` has what the runner gave for its rows; it is taken
+    /// out of it.
     ///
     /// When `out` is not what the step asked for, every sequence of the step fails.
     pub fn apply(&mut self, step: Step, out: &mut Vec<TokenOut>, events: &mut Vec<Event>) {
@@ -55,8 +62,9 @@ impl Engine {
         }
         let mut tokens = out.drain(..);
         for row in &step.rows {
+            let scored = tokens.by_ref().take(row.scores.1 as usize).collect();
             let token = if row.samples { tokens.next() } else { None };
-            self.apply_row(row, token, events);
+            self.apply_row(row, scored, token, events);
         }
         drop(tokens);
         self.finish_step(step, true);
@@ -68,22 +76,24 @@ impl Engine {
     }
 
     fn check_output(&self, step: &Step, out: &[TokenOut]) -> Result<(), SequenceError> {
-        let sampling = || step.rows.iter().filter(|row| row.samples);
-        let rows = sampling().count();
-        if out.len() != rows {
-            return Err(SequenceError::Output { rows, what: format!("{} tokens", out.len()) });
+        let due = step.rows.iter().map(|row| row.gives() as usize).sum();
+        if out.len() != due {
+            return Err(SequenceError::Output { due, what: format!("{} tokens", out.len()) });
         }
-        for (row, token) in sampling().zip(out) {
-            let expected = row.index;
-            if token.index != expected {
-                let what = format!("token {} of sequence {} where {expected} was due", token.index, row.seq);
-                return Err(SequenceError::Output { rows, what });
+        let expected = step.rows.iter().flat_map(|row| {
+            let (first, scored) = row.scores;
+            (first..first + scored).chain(row.samples.then_some(row.index)).map(|index| (row.seq, index))
+        });
+        match expected.zip(out).find(|((_, expected), token)| token.index != *expected) {
+            Some(((seq, expected), token)) => {
+                let what = format!("token {} of sequence {seq} where {expected} was due", token.index);
+                Err(SequenceError::Output { due, what })
             }
+            None => Ok(()),
         }
-        Ok(())
     }
 
-    fn apply_row(&mut self, row: &StepRow, token: Option<TokenOut>, events: &mut Vec<Event>) {
+    fn apply_row(&mut self, row: &StepRow, scored: Vec<TokenOut>, token: Option<TokenOut>, events: &mut Vec<Event>) {
         let seq = row.seq;
         let decode = u64::from(row.samples && row.len == 1);
         let Some(sequence) = self.landed(row) else {
@@ -91,6 +101,10 @@ impl Engine {
             return;
         };
         sequence.computed += row.len;
+        if !scored.is_empty() {
+            sequence.scored = row.scores.0 + row.scores.1;
+            events.push(Event::Scored { seq, tokens: scored });
+        }
         self.advance_turn(seq);
         self.swapped_in(seq);
         self.settle(seq, token.is_some());

@@ -31,7 +31,8 @@ pub trait ModelRunner: Send {
     /// Waits for the oldest step that was launched and not collected. `batch` is that step's batch: all its tokens are
     /// known by now, and its block tables are the current ones.
     ///
-    /// Pushes one [`TokenOut`] for each row that samples, in row order, and nothing else. When no token can be chosen
+    /// Pushes, in row order, one [`TokenOut`] for each token that a row scores, then one for the token it samples, if it
+    /// samples; and nothing else. When no token can be chosen
     /// for a row, [`TokenOut::failed`] says why, and only its sequence fails. The step is over after this call, also
     /// after an error: nothing of it is in flight.
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError>;
@@ -87,7 +88,8 @@ pub struct Row<'a> {
     pub seq: SeqId,
     /// Tokens to compute, at least one.
     pub tokens: &'a [u32],
-    /// Index of the previous step's sampling row whose token this row consumes; the row then has exactly one token.
+    /// Place, among all that the previous step gives, of the token that this row consumes; the row then has exactly one
+    /// token.
     /// Until the previous step is collected, `tokens` is a placeholder and [`Sample::generated`] lacks that token. A
     /// sequence whose sampling needs that token ([`SamplingParams::looks_back`]) never has such a row.
     pub follows: Option<u32>,
@@ -96,8 +98,21 @@ pub struct Row<'a> {
     /// One block table per layer group, each covering at least `start + tokens.len()` tokens. Blocks that the group's
     /// window has passed may be missing.
     pub tables: &'a [BlockTable],
+    /// Known tokens whose log probabilities this row gives.
+    pub score: Option<Score<'a>>,
     /// How to sample the token after the last one; `None` when more of the sequence must be computed first.
     pub sample: Option<Sample<'a>>,
+}
+
+/// Tokens of a prompt, each to be scored by the logits of the token before it.
+#[derive(Clone, Copy, Debug)]
+pub struct Score<'a> {
+    /// Index, among the row's tokens, of the one before the first scored token.
+    pub after: u32,
+    /// The scored tokens, consecutive in the prompt; at least one.
+    pub tokens: &'a [u32],
+    /// How many of the most likely tokens come with each.
+    pub top: u32,
 }
 
 /// What sampling may use.

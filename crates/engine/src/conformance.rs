@@ -126,11 +126,17 @@ fn requests(setup: &Setup) -> Vec<Request> {
     let sampled = SamplingParams { temperature: 0.9, top_k: 40, top_p: 0.95, seed: 7, ..off.clone() };
     let params = [
         off.clone(),
-        SamplingParams { top_logprobs: Some(3), ..off.clone() },
+        SamplingParams { top_logprobs: Some(3), prompt_logprobs: Some(2), ..off.clone() },
         sampled.clone(),
         SamplingParams { seed: 8, min_p: 0.05, top_logprobs: Some(0), ..sampled.clone() },
-        SamplingParams { presence_penalty: 0.5, frequency_penalty: 0.5, repetition_penalty: 1.2, ..off },
-        SamplingParams { logit_bias: vec![(1, 2.0)], repetition_penalty: 1.1, ..sampled },
+        SamplingParams {
+            presence_penalty: 0.5,
+            frequency_penalty: 0.5,
+            repetition_penalty: 1.2,
+            prompt_logprobs: Some(0),
+            ..off
+        },
+        SamplingParams { logit_bias: vec![(1, 2.0)], repetition_penalty: 1.1, prompt_logprobs: Some(1), ..sampled },
     ];
     let lengths = [1, 2, size - 1, size, size + 1, 3 * size + 5];
     let token = |request: usize, at: u32| (at * 7919 + request as u32 * 104_729 + at * at * 31) % setup.vocab;

@@ -164,6 +164,8 @@ impl Engine {
         // From here on it is like any other sequence: if it is preempted, it is computed again here.
         sequence.start = Start::Compute;
         sequence.computed = sequence.len();
+        // By the peer.
+        sequence.scored = sequence.prompt_tokens;
         let (turn, cached_tokens) = (sequence.turn, sequence.cached_tokens());
         self.receiving.remove(&turn);
         let at = self.running.partition_point(|other| *other < turn);

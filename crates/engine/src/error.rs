@@ -153,10 +153,10 @@ pub enum SequenceError {
     #[error("{0}")]
     NoToken(String),
     /// The model broke its contract.
-    #[error("model output of a step with {rows} sampling rows is wrong: {what}")]
+    #[error("the model gave something else than the {due} tokens that were due: {what}")]
     Output {
-        /// Rows that sampled.
-        rows: usize,
+        /// Tokens that the step's rows sample and score.
+        due: usize,
         /// What is wrong.
         what: String,
     },

@@ -18,6 +18,14 @@ pub enum Event {
         /// blocks after them ([`crate::Engine::lent_from`]) are lent; the others must not be written to.
         cached_tokens: u32,
     },
+    /// Log probabilities of tokens of the prompt, when they were asked for. All of them come before the first token of
+    /// the answer, in order, each once.
+    Scored {
+        /// The sequence.
+        seq: SeqId,
+        /// The tokens; `index` is the position in the prompt.
+        tokens: Vec<TokenOut>,
+    },
     /// A token of the answer, including the stop token that may end it.
     Token {
         /// The sequence.
@@ -74,6 +82,7 @@ impl Event {
     pub fn seq(&self) -> SeqId {
         match self {
             Event::Reserved { seq, .. }
+            | Event::Scored { seq, .. }
             | Event::Token { seq, .. }
             | Event::Prefilled { seq, .. }
             | Event::Finished { seq, .. }

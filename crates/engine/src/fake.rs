@@ -16,7 +16,7 @@ use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
 
-use crate::{Batch, BlockSwap, ModelRunner, Row, RunError, Sample};
+use crate::{Batch, BlockSwap, ModelRunner, Row, RunError, Sample, Score};
 pub use memory::{KvMemory, SharedMemory};
 
 /// A small layout with every feature: two groups, one with a window, several layers, planes and heads.
@@ -66,6 +66,7 @@ pub fn answer(
             follows: None,
             start: start as u32,
             tables: tables.as_slice(),
+            score: None,
             sample,
         };
         model.run(&Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] }, &mut |_| {}, &mut answer)?;
@@ -76,6 +77,32 @@ pub fn answer(
         }
     }
     Ok(answer)
+}
+
+/// Log probabilities of a prompt that is computed alone, without an engine, as [`SamplingParams::prompt_logprobs`] asks for
+/// them: the reference every route must match (I1).
+pub fn scores(layout: &KvLayout, vocab: u32, prompt: &[u32], top: u32) -> Result<Vec<TokenOut>, RunError> {
+    if prompt.len() < 2 {
+        return Ok(Vec::new());
+    }
+    let most = prompt.len() as u32;
+    let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(most as usize) as u32);
+    let failed = |error: baton_kv_cache::KvError| RunError(error.to_string());
+    let tables =
+        KvPools::new(&geometry, CacheConfig::default()).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
+    let row = Row {
+        seq: SeqId(0),
+        tokens: prompt,
+        follows: None,
+        start: 0,
+        tables: tables.as_slice(),
+        score: Some(Score { after: 0, tokens: &prompt[1..], top }),
+        sample: None,
+    };
+    let mut out = Vec::new();
+    let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+    FakeModel::new(geometry, vocab).run(&batch, &mut |_| {}, &mut out)?;
+    Ok(out)
 }
 
 /// The fake model; see the module's documentation.
@@ -241,6 +268,30 @@ impl<M: KvMemory> FakeModel<M> {
         Ok(())
     }
 
+    /// Hash of all that the last of `end` tokens sees.
+    fn seen(&mut self, row: &RowPlace, end: u32, mut state: u64) -> Result<u64, RunError> {
+        for layer in 0..self.layers.len() {
+            for position in self.visible(layer, end) {
+                state = fold(state, self.read(layer, row, position)?);
+            }
+        }
+        Ok(state)
+    }
+
+    /// The most likely tokens in a state.
+    fn ranked(&self, state: u64, count: u32) -> Vec<(u32, f32)> {
+        let vocab = u64::from(self.vocab);
+        (0..count).map(|i| fold(state, u64::from(i))).map(|s| ((s % vocab) as u32, logprob(s))).collect()
+    }
+
+    /// Scores the token in this position of a prompt.
+    fn score(&mut self, row: &RowPlace, position: u32, id: u32, top: u32) -> Result<TokenOut, RunError> {
+        let state = self.seen(row, position, 0)?;
+        let top = self.ranked(state, top);
+        let logprob = Some(logprob(fold(state, u64::from(id))));
+        Ok(TokenOut { index: position, id, logprob, top, logits_digest: Some(state), failed: None })
+    }
+
     /// Samples the token after the first `end`. `last` is the last of these where the sample lacks it.
     fn sample(
         &mut self,
@@ -249,26 +300,18 @@ impl<M: KvMemory> FakeModel<M> {
         sample: &Sample<'_>,
         last: Option<u32>,
     ) -> Result<TokenOut, RunError> {
-        let mut state = sample.prompt.len() as u64;
-        for layer in 0..self.layers.len() {
-            for position in self.visible(layer, end) {
-                state = fold(state, self.read(layer, row, position)?);
-            }
-        }
+        let mut state = self.seen(row, end, sample.prompt.len() as u64)?;
         for id in sample.generated.iter().chain(&last) {
             state = fold(state, u64::from(*id));
         }
         if !sample.params.greedy() {
             state = fold(fold(state, sample.params.seed), u64::from(sample.index));
         }
-        let vocab = u64::from(self.vocab);
-        let logprob = |state: u64| -((state >> 40) as f32) / (1 << 20) as f32;
-        let ranked = |n: u32| (0..n).map(|i| fold(state, u64::from(i))).map(|s| ((s % vocab) as u32, logprob(s)));
         Ok(TokenOut {
             index: sample.index,
-            id: (state % vocab) as u32,
+            id: (state % u64::from(self.vocab)) as u32,
             logprob: sample.params.top_logprobs.map(|_| logprob(state)),
-            top: sample.params.top_logprobs.map_or(Vec::new(), |n| ranked(n).collect()),
+            top: sample.params.top_logprobs.map_or(Vec::new(), |count| self.ranked(state, count)),
             logits_digest: sample.params.top_logprobs.map(|_| state),
             failed: None,
         })
@@ -323,6 +366,9 @@ impl<M: KvMemory> FakeModel<M> {
         }
         let mut tokens = Vec::new();
         for ((place, row), unknown) in pending.rows.iter().zip(batch.rows).zip(unknown) {
+            for (token, &id) in row.score.iter().flat_map(|score| (score.after + 1..).zip(score.tokens)) {
+                tokens.push(self.score(place, row.start + token, id, row.score.map_or(0, |score| score.top))?);
+            }
             if let Some(sample) = &row.sample {
                 tokens.push(self.sample(place, row.start + row.tokens.len() as u32, sample, unknown)?);
             }
@@ -357,6 +403,11 @@ impl<M: KvMemory> ModelRunner for FakeModel<M> {
     fn overlaps(&self) -> bool {
         true
     }
+}
+
+/// A log probability made of a state.
+fn logprob(state: u64) -> f32 {
+    -((state >> 40) as f32) / (1 << 20) as f32
 }
 
 fn fold(state: u64, word: u64) -> u64 {

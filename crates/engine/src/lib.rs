@@ -41,7 +41,7 @@ mod step;
 mod swap;
 mod swapped;
 
-pub use batch::{Batch, ModelRunner, Row, Sample};
+pub use batch::{Batch, ModelRunner, Row, Sample, Score};
 pub use config::{EngineConfig, Order};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};

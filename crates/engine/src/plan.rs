@@ -69,9 +69,11 @@ impl Engine {
             self.spare_steps.push(rows);
             return None;
         }
-        for (place, row) in (0..).zip(rows.iter().filter(|row| row.samples)) {
-            if let Some(sequence) = self.sequences.get_mut(&row.seq) {
-                sequence.flight.place = place;
+        let mut given = 0;
+        for row in &rows {
+            given += row.gives();
+            if let Some(sequence) = self.sequences.get_mut(&row.seq).filter(|_| row.samples) {
+                sequence.flight.place = given - 1;
             }
         }
         self.starved = None;
@@ -206,6 +208,7 @@ impl Engine {
                 held,
                 since,
                 index: s.next_index() + s.flight.chosen,
+                scores: s.scores(start, len),
                 follows,
             });
             s.flight.rows += 1;

@@ -35,7 +35,8 @@ pub struct NewSequence {
     pub start: Start,
     /// Time at which it fails if it has not ended.
     pub deadline: Option<Time>,
-    /// Whom it shares KV with. `None`: with nobody, and its own KV is not kept.
+    /// Whom it shares KV with. `None`: with nobody, and its own KV is not kept; so it is, too, when log probabilities of the
+    /// prompt are asked for.
     pub prefix: Option<Prefix>,
     /// Lower values are served earlier, under [`crate::Order::Priority`].
     pub priority: i32,
@@ -113,6 +114,9 @@ pub(crate) struct Sequence {
     pub doomed: Option<Doom>,
     /// Prompt tokens that its first computation found in the prefix cache; `None` before that.
     pub cached: Option<u32>,
+    /// Leading tokens of its prompt whose log probabilities were reported, or have none: the first. All, if none are asked
+    /// for.
+    pub scored: u32,
     /// It has had no row since it started.
     pub fresh: bool,
     /// It has sampled since it started. Its tokens were indexed then, including a partly full last block.
@@ -135,7 +139,7 @@ pub(crate) struct RowsInFlight {
     pub tokens: u32,
     /// Tokens that these rows sample; not known yet.
     pub chosen: u32,
-    /// Index of its last sampling row among the sampling rows of that step.
+    /// Place of the token that its last sampling row samples, among all that that step gives.
     pub place: u32,
 }
 
@@ -150,6 +154,9 @@ impl Sequence {
     pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
         let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _, share: _ } =
             new;
+        // Cached KV has no logits.
+        let prefix = prefix.filter(|_| params.prompt_logprobs.is_none());
+        let scored = if params.prompt_logprobs.is_some() { 1 } else { prompt_tokens };
         let names = prefix.map_or(Vec::new(), |p| chain_hashes(p.seed, &tokens, block_size).collect());
         Sequence {
             request_id,
@@ -168,6 +175,7 @@ impl Sequence {
             flight: RowsInFlight::default(),
             doomed: None,
             cached: None,
+            scored,
             fresh: true,
             sealed: false,
             last_step: 0,
@@ -220,6 +228,13 @@ impl Sequence {
     /// Number of the next token of the answer (I4).
     pub fn next_index(&self) -> u32 {
         self.len() - self.prompt_tokens
+    }
+
+    /// The tokens of the prompt that a row of `len` tokens from position `start` on scores: the first one's position, and
+    /// how many. What was reported before a preemption is not scored again.
+    pub fn scores(&self, start: u32, len: u32) -> (u32, u32) {
+        let first = self.scored.max(start + 1);
+        (first, (start + len + 1).min(self.prompt_tokens).saturating_sub(first))
     }
 
     pub fn tables(&self) -> &[BlockTable] {

@@ -31,8 +31,10 @@ pub struct StepRow {
     pub since: u32,
     /// Index in the answer of the token it samples, if it samples (I4).
     pub index: u32,
-    /// Index of the previous step's sampling row whose token this row consumes; that token was not known when this was
-    /// planned.
+    /// Position of the first token of the prompt that this row scores, and how many it scores.
+    pub scores: (u32, u32),
+    /// Place, among all that the previous step gives, of the token that this row consumes; that token was not known when
+    /// this was planned.
     pub follows: Option<u32>,
 }
 
@@ -40,6 +42,11 @@ impl StepRow {
     /// Whether this is the sequence's first row since it started. The sequence's copies are made before this row.
     pub(crate) fn begins(&self) -> bool {
         self.since == 0
+    }
+
+    /// How many [`baton_types::TokenOut`] the runner gives for it.
+    pub(crate) fn gives(&self) -> u32 {
+        self.scores.1 + u32::from(self.samples)
     }
 
     /// Indices into the sequence's block tables of the blocks that this row completes and that were not reported

@@ -1,16 +1,35 @@
 //! Decides whether the backend or the host's sampler chooses each of a step's tokens.
 //!
-//! The decision depends on the row's own sequence alone (I1): backend and host agree except for rounding.
+//! The decision depends on the row's own sequence alone (I1): backend and host agree except for rounding. Tokens that are only scored are
+//! left to the host: whoever asks for them has time.
 
-use baton_engine::Sample;
+use baton_engine::{Batch, Sample};
 use baton_kernels::{Backend, Draw, FOLLOWS, MAX_LOGIT_CHANGES};
 use baton_types::TokenOut;
 
 use crate::Decoder;
-use crate::sampler::{Prepared, failed};
+use crate::sampler::{Prepared, Scored, failed};
 
 /// Most `top_logprobs` that a backend supports.
 const MAX_TOP: u32 = 20;
+
+/// What one row of logits is for.
+#[derive(Clone, Copy)]
+pub(crate) enum Want<'a> {
+    Score(Scored),
+    Sample(&'a Sample<'a>),
+}
+
+/// What a batch's rows of logits are for, in their order.
+pub(crate) fn wants<'a>(batch: &Batch<'a>) -> impl Iterator<Item = Want<'a>> + Clone + use<'a> {
+    batch.rows.iter().flat_map(|row| {
+        let scored = row.score.into_iter().flat_map(move |score| {
+            let first = row.start + score.after + 1;
+            (first..).zip(score.tokens).map(move |(index, &id)| Want::Score(Scored { index, id, top: score.top }))
+        });
+        scored.chain(row.sample.as_ref().map(Want::Sample))
+    })
+}
 
 /// Whether a backend can choose this token. `changes` is how many of its row's logits are changed first.
 fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
@@ -18,18 +37,27 @@ fn by_backend(sample: &Sample<'_>, changes: usize) -> bool {
 }
 
 /// Whether a backend can choose this token from the unchanged logits.
-pub(crate) fn plain(sample: &Sample<'_>) -> bool {
+fn plain(sample: &Sample<'_>) -> bool {
     let params = sample.params;
     let changed = params.looks_back() || !params.logit_bias.is_empty() || params.goes_on(sample.index);
     !changed && by_backend(sample, 0)
 }
 
+/// The draws of a step whose tokens all can be chosen from unchanged logits; None if one cannot.
+pub(crate) fn plain_draws<'a>(wants: impl Iterator<Item = Want<'a>>) -> Option<Vec<Draw<'a>>> {
+    let plain = |(row, want)| match want {
+        Want::Sample(sample) if plain(sample) => Some(draw(row, sample)),
+        _ => None,
+    };
+    wants.enumerate().map(plain).collect()
+}
+
 /// A draw without mask and changes.
-pub(crate) fn draw<'a>(row: usize, sample: &Sample<'a>) -> Draw<'a> {
+fn draw<'a>(row: usize, sample: &Sample<'a>) -> Draw<'a> {
     Draw { row, params: sample.params, index: sample.index, mask: None, changes: &[] }
 }
 
-/// The tokens of a step that is launched but not collected, one per sampling row.
+/// The tokens of a step that is launched but not collected, one per row of logits.
 #[derive(Default)]
 pub(crate) struct PendingTokens {
     tokens: Vec<Chosen>,
@@ -63,7 +91,7 @@ impl PendingTokens {
         }
     }
 
-    /// The id that the next step embeds for the token of sampling row `place`: its token id, or a reference to the backend's draw.
+    /// The id that the next step embeds for the token in this place: its token id, or a reference to the backend's draw.
     pub fn id(&self, place: usize) -> Option<u32> {
         Some(match self.tokens.get(place)? {
             Chosen::Here(token) => token.id,
@@ -79,56 +107,63 @@ pub(crate) struct Choices {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Chooses a token for each of these samples, or lets the backend draw it. Row `i` of the logits buffer belongs to sample `i`.
-    pub(crate) fn choose<'a>(
-        &mut self,
-        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
-        pending: &mut PendingTokens,
-    ) {
+    /// Scores or chooses a token for each of these, or lets the backend draw it. Row `i` of the logits buffer belongs to the `i`th.
+    pub(crate) fn choose<'a>(&mut self, wants: impl Iterator<Item = Want<'a>> + Clone, pending: &mut PendingTokens) {
         let vocab = self.config.vocab_size as usize;
         if self.backend.samples(vocab) {
-            return self.choose_there(vocab, samples, pending);
+            return self.choose_there(vocab, wants, pending);
         }
-        for (row, sample) in samples.enumerate() {
-            self.read_logits(row);
-            let token = self.sampler.sample(&mut self.inputs.logits, sample);
+        for (row, want) in wants.enumerate() {
+            let token = self.choose_here(row, want);
             pending.tokens.push(Chosen::Here(token));
+        }
+    }
+
+    fn choose_here(&mut self, row: usize, want: Want<'_>) -> TokenOut {
+        self.read_logits(row);
+        match want {
+            Want::Sample(sample) => self.sampler.sample(&mut self.inputs.logits, sample),
+            Want::Score(scored) => self.sampler.score(&self.inputs.logits, &scored),
         }
     }
 
     fn choose_there<'a>(
         &mut self,
         vocab: usize,
-        samples: impl Iterator<Item = &'a Sample<'a>> + Clone,
+        wants: impl Iterator<Item = Want<'a>> + Clone,
         pending: &mut PendingTokens,
     ) {
         let Choices { mut prepared } = std::mem::take(&mut self.choices);
         let first = pending.tokens.len();
-        for (row, sample) in samples.clone().enumerate() {
+        for (row, want) in wants.clone().enumerate() {
             if prepared.len() <= row {
                 prepared.push(Prepared::default());
             }
-            let prepared = &mut prepared[row];
-            match self.sampler.prepare(sample, vocab, prepared) {
-                Err(error) => pending.tokens.push(Chosen::Here(failed(sample, &error))),
-                Ok(()) if by_backend(sample, prepared.changes.len()) => pending.drawn(1),
-                // Read before the draws, which may overwrite the logits.
-                Ok(()) => {
-                    self.read_logits(row);
-                    let token = self.sampler.sample(&mut self.inputs.logits, sample);
-                    pending.tokens.push(Chosen::Here(token));
+            if let Want::Sample(sample) = want {
+                match self.sampler.prepare(sample, vocab, &mut prepared[row]) {
+                    Err(error) => {
+                        pending.tokens.push(Chosen::Here(failed(sample, &error)));
+                        continue;
+                    }
+                    Ok(()) if by_backend(sample, prepared[row].changes.len()) => {
+                        pending.drawn(1);
+                        continue;
+                    }
+                    Ok(()) => {}
                 }
             }
+            // Read before the draws, which may overwrite the logits.
+            let token = self.choose_here(row, want);
+            pending.tokens.push(Chosen::Here(token));
         }
-        let tokens = pending.tokens[first..].iter().zip(samples).zip(&prepared).enumerate();
-        let drawn = tokens.filter(|(_, ((token, _), _))| matches!(token, Chosen::There(_)));
-        let draws: Vec<Draw<'_>> = drawn
-            .map(|(row, ((_, sample), prepared))| Draw {
-                mask: prepared.mask(),
-                changes: &prepared.changes,
-                ..draw(row, sample)
-            })
-            .collect();
+        let tokens = pending.tokens[first..].iter().zip(wants).zip(&prepared).enumerate();
+        let drawn = tokens.filter_map(|(row, ((token, want), prepared))| match (token, want) {
+            (Chosen::There(_), Want::Sample(sample)) => {
+                Some(Draw { mask: prepared.mask(), changes: &prepared.changes, ..draw(row, sample) })
+            }
+            _ => None,
+        });
+        let draws: Vec<Draw<'_>> = drawn.collect();
         if !draws.is_empty() {
             let (backend, logits) = self.logits_buffer();
             backend.draw(logits, vocab, &draws);
@@ -137,23 +172,24 @@ impl<B: Backend> Decoder<B> {
         self.choices = Choices { prepared };
     }
 
-    /// Pushes the tokens of these samples, from a step that was collected.
+    /// Pushes the tokens of these, from a step that was collected.
     pub(crate) fn tell<'a>(
         &mut self,
-        samples: impl Iterator<Item = &'a Sample<'a>>,
+        wants: impl Iterator<Item = Want<'a>>,
         pending: &mut PendingTokens,
         out: &mut Vec<TokenOut>,
     ) {
-        for (sample, chosen) in samples.zip(pending.tokens.drain(..)) {
-            let token = match chosen {
-                Chosen::Here(token) => token,
-                Chosen::There(number) => {
+        for (want, chosen) in wants.zip(pending.tokens.drain(..)) {
+            match (chosen, want) {
+                (Chosen::Here(token), _) => out.push(token),
+                (Chosen::There(number), Want::Sample(sample)) => {
                     let token = self.backend.drawn(number, sample.index, sample.params.top_logprobs);
                     self.sampler.chosen(sample, &token);
-                    token
+                    out.push(token);
                 }
-            };
-            out.push(token);
+                // The host scores. The engine notices what is missing.
+                (Chosen::There(_), Want::Score(_)) => {}
+            }
         }
     }
 }

@@ -84,7 +84,7 @@ pub(crate) struct Inputs {
     pub ids: Vec<u32>,
     /// One per layer group.
     pub batches: Vec<Ragged>,
-    /// Rows whose logits are wanted.
+    /// Rows whose logits are wanted: those that score, and those that sample.
     pub sampled: Vec<u32>,
     /// The number of sampling rows before padding, if the step is padded.
     pub padded: Option<usize>,

@@ -1,10 +1,10 @@
-//! [`ModelRunner`] for the decoder: takes a batch, returns one token per sampling row.
+//! [`ModelRunner`] for the decoder: takes a batch, returns the tokens that its rows score and sample.
 
 use baton_engine::{Batch, ModelRunner, Row, RunError};
 use baton_kernels::{Backend, Draw};
 use baton_types::TokenOut;
 
-use crate::choose::{PendingTokens, draw, plain};
+use crate::choose::{PendingTokens, plain_draws, wants};
 use crate::decoder::Inputs;
 use crate::error::step_failed;
 use crate::{Decoder, Sampler};
@@ -29,6 +29,10 @@ impl<B: Backend> Decoder<B> {
             }
             for (ragged, table) in self.inputs.batches.iter_mut().zip(row.tables) {
                 ragged.push_around(start, len, table.present(), (table.holes() * self.block_size) as usize);
+            }
+            if let Some(score) = row.score {
+                let first = (self.inputs.ids.len() - len) as u32 + score.after;
+                self.inputs.sampled.extend(first..first + score.tokens.len() as u32);
             }
             if row.sample.is_some() {
                 self.inputs.sampled.push(self.inputs.ids.len() as u32 - 1);
@@ -75,8 +79,7 @@ impl<B: Backend> Decoder<B> {
         self.forward(on_layer, draws)
     }
 
-    /// Computes the logits of the sampling rows, in portions that fit the logits buffer, and calls `turn(decoder, first sampling row,
-    /// count)` for each portion. Of several ranks only rank 0 has the logits and calls `turn`. For a padded step, `on_layer` is called at
+    /// Computes the logits that are wanted, in portions that fit the logits buffer, and calls `turn(decoder, first row of logits, count)` for each portion. Of several ranks only rank 0 has the logits and calls `turn`. For a padded step, `on_layer` is called at
     /// the end for all layers.
     fn in_turns(
         &mut self,
@@ -148,18 +151,17 @@ impl<B: Backend> Decoder<B> {
         pending: &mut PendingTokens,
     ) -> Result<(), RunError> {
         self.take_batch(batch)?;
-        let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
+        let wants = wants(batch);
         // The tokens of a padded step can be drawn as part of the step.
-        let there = self.backend.samples(self.config.vocab_size as usize);
-        if self.inputs.padded.is_some() && there && samples.clone().all(plain) {
-            let draws: Vec<Draw<'_>> = samples.enumerate().map(|(row, sample)| draw(row, sample)).collect();
+        let there = self.inputs.padded.is_some() && self.backend.samples(self.config.vocab_size as usize);
+        if let Some(draws) = there.then(|| plain_draws(wants.clone())).flatten() {
             self.compute(batch, on_layer, &draws)?;
             pending.drawn(draws.len());
             self.in_turns(on_layer, |_, _, _| ())?;
         } else {
             self.compute(batch, on_layer, &[])?;
             let turn =
-                |decoder: &mut Self, first, count| decoder.choose(samples.clone().skip(first).take(count), pending);
+                |decoder: &mut Self, first, count| decoder.choose(wants.clone().skip(first).take(count), pending);
             self.in_turns(on_layer, turn)?;
         }
         self.backend.submit().map_err(step_failed)
@@ -187,8 +189,7 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         };
         let collected = self.backend.collect().map_err(step_failed);
         if collected.is_ok() {
-            let samples = batch.rows.iter().filter_map(|row| row.sample.as_ref());
-            self.tell(samples, &mut pending, out);
+            self.tell(wants(batch), &mut pending, out);
         }
         self.spare.push(pending);
         if collected.is_err() {

@@ -53,6 +53,16 @@ impl Prepared {
     }
 }
 
+/// A token whose log probability is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Scored {
+    /// Its position in the prompt.
+    pub index: u32,
+    pub id: u32,
+    /// How many of the most likely tokens come with it.
+    pub top: u32,
+}
+
 /// A result that holds the error instead of a token.
 pub(crate) fn failed(sample: &Sample<'_>, error: &GrammarError) -> TokenOut {
     TokenOut { index: sample.index, failed: Some(error.to_string()), ..TokenOut::default() }
@@ -109,21 +119,34 @@ impl Sampler {
         }
     }
 
+    /// The log probability of a known token, and what comes with it, from the logits (`[vocab]`) before it. The most likely tokens are
+    /// `scored.top` many.
+    pub(crate) fn score(&mut self, logits: &[f32], scored: &Scored) -> TokenOut {
+        let (log_sum, top) = self.logprobs(logits, scored.top);
+        let logprob = logits.get(scored.id as usize).map(|&x| (x as f64 - log_sum) as f32);
+        let logits_digest = Some(digest_f32(logits));
+        TokenOut { index: scored.index, id: scored.id, logprob, top, logits_digest, failed: None }
+    }
+
+    /// The logarithm of the sum of all weights, and the `count` most likely tokens with their log probabilities, most likely first.
+    fn logprobs(&mut self, logits: &[f32], count: u32) -> (f64, Vec<(u32, f32)>) {
+        let weights = weights(logits, 1.0);
+        let log_sum = weights.largest as f64 + weights.sum(&mut self.sums).ln();
+        self.gather(weights, |found| found.len() >= count as usize);
+        self.candidates.truncate(count as usize);
+        (log_sum, self.candidates.iter().map(|&(x, id)| (id, (x as f64 - log_sum) as f32)).collect())
+    }
+
     fn try_sample(&mut self, logits: &mut [f32], sample: &Sample<'_>) -> Result<TokenOut, GrammarError> {
         let params = sample.params;
         let Some(count) = params.top_logprobs else {
             return Ok(TokenOut { index: sample.index, id: self.choose(logits, sample)?, ..TokenOut::default() });
         };
-        let weights = weights(logits, 1.0);
-        let log_sum = weights.largest as f64 + weights.sum(&mut self.sums).ln();
-        let logprob = |x: f32| (x as f64 - log_sum) as f32;
-        self.gather(weights, |found| found.len() >= count as usize);
-        self.candidates.truncate(count as usize);
-        let top = self.candidates.iter().map(|&(x, id)| (id, logprob(x))).collect();
+        let (log_sum, top) = self.logprobs(logits, count);
         self.raw.clear();
         self.raw.extend_from_slice(logits);
         let id = self.choose(logits, sample)?;
-        let logprob = Some(logprob(self.raw[id as usize]));
+        let logprob = Some((self.raw[id as usize] as f64 - log_sum) as f32);
         let logits_digest = Some(digest_f32(&self.raw));
         Ok(TokenOut { index: sample.index, id, logprob, top, logits_digest, failed: None })
     }

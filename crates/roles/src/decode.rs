@@ -19,6 +19,7 @@ use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransportKind};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
 
 use crate::first_token::parse_first_token;
+use crate::scored::in_messages;
 use crate::submit::{Desk, Refused, Ticket, clear};
 use crate::worker::RoleCore;
 
@@ -29,6 +30,9 @@ pub enum Answer {
     Reserved(Vec<u8>),
     /// Prompt tokens that were in the prefix cache. Sent before the first token, when the prompt was computed here.
     Started(u32),
+    /// Tokens of the prompt with their log probabilities, at most [`crate::MOST_SCORED`]; only if they are asked for, before the
+    /// first token, when the prompt was computed here.
+    Scored(Vec<TokenOut>),
     /// The next token.
     Token(TokenOut),
     /// The answer is complete. The last item.
@@ -348,6 +352,11 @@ impl RoleCore for Decode {
         match event {
             Event::Reserved { seq, .. } => self.reserved(engine, seq, out),
             Event::Token { seq, token, cached_tokens, .. } => self.token(seq, token, cached_tokens, out),
+            Event::Scored { seq, tokens } => {
+                if self.open.contains_key(&seq) {
+                    out.extend(in_messages(tokens).map(|tokens| Effect::Say(seq, Answer::Scored(tokens))));
+                }
+            }
             Event::Finished { seq, reason, .. } => {
                 self.finish(seq, Answer::Finished(reason), out);
             }

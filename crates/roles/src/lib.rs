@@ -25,6 +25,7 @@ mod first_token;
 mod launch;
 pub mod prefill;
 mod rate;
+mod scored;
 mod submit;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ pub use drain::{Drain, DrainEffect, DrainInput};
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
 pub use launch::{Outgoing, StepLaunch, Write};
 pub use prefill::Prefill;
+pub use scored::MOST_SCORED;
 pub use submit::{Desk, Refused, Ticket};
 pub use worker::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepDone, WorkerCore};
 

@@ -13,10 +13,11 @@ use baton_types::{BatonError, BlockId, ErrorKind, FinishReason, KvLayout, LiveBl
 
 use crate::first_token::write_first_token;
 use crate::launch::Outgoing;
+use crate::scored::in_messages;
 use crate::submit::{Desk, Refused, Ticket, clear};
 use crate::worker::RoleCore;
 
-/// An item of a request's stream: a first token, then the transfer's outcome.
+/// An item of a request's stream: scores of the prompt if they are asked for, a first token, then the transfer's outcome.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Answer {
     /// The first token of the answer. The last item when it ends the answer: the transfer's outcome is not reported
@@ -29,6 +30,8 @@ pub enum Answer {
         /// Prompt tokens that were in the prefix cache.
         cached_tokens: u32,
     },
+    /// Tokens of the prompt with their log probabilities, at most [`crate::MOST_SCORED`].
+    Scored(Vec<TokenOut>),
     /// The decode worker has verified the KV. The last item.
     Transferred(TransferStats),
     /// The request failed. The last item.
@@ -38,7 +41,7 @@ pub enum Answer {
 impl Answer {
     /// Whether no further item follows.
     pub fn is_last(&self) -> bool {
-        !matches!(self, Answer::FirstToken { finish: None, .. })
+        !matches!(self, Answer::FirstToken { finish: None, .. } | Answer::Scored(_))
     }
 }
 
@@ -255,6 +258,11 @@ impl RoleCore for Prefill {
         match event {
             Event::Prefilled { seq, token, finish, cached_tokens, .. } => {
                 self.prefilled(engine, seq, (token, finish, cached_tokens), out)
+            }
+            Event::Scored { seq, tokens } => {
+                if self.open.contains_key(&seq) {
+                    out.extend(in_messages(tokens).map(|tokens| Effect::Say(seq, Answer::Scored(tokens))));
+                }
             }
             Event::Failed { seq, error, quarantined, .. } => {
                 let Some(open) = self.open.remove(&seq) else {

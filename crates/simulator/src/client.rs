@@ -2,7 +2,7 @@
 
 use baton_engine::fake;
 use baton_types::testing::Random;
-use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams};
+use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams, TokenOut};
 
 use crate::events::Place;
 use crate::stream::Micros;
@@ -39,6 +39,8 @@ pub(crate) struct Client {
     pub router: Place,
     pub began: Micros,
     pub tokens: Vec<u32>,
+    /// Tokens of the prompt with their log probabilities.
+    pub scores: Vec<TokenOut>,
     /// A stop string is complete: later tokens are dropped.
     pub stopped: bool,
     pub end: Option<End>,
@@ -67,6 +69,7 @@ impl Client {
             temperature: if sampled { 0.7 } else { 0.0 },
             seed: random.bits(),
             stop_token_ids: if random.chance(300) { (0..8).collect() } else { Vec::new() },
+            prompt_logprobs: own.is_multiple_of(6).then_some(own % 3),
             ..SamplingParams::default()
         };
         let late = random.chance(50);
@@ -82,6 +85,7 @@ impl Client {
             router: 0,
             began: 0,
             tokens: Vec::new(),
+            scores: Vec::new(),
             stopped: false,
             end: None,
         }
@@ -100,8 +104,27 @@ impl Client {
         Ok(())
     }
 
+    /// Takes tokens of the prompt with their log probabilities; the error says what is wrong with them.
+    pub(crate) fn take_scores(&mut self, tokens: Vec<TokenOut>) -> Result<(), String> {
+        if let Some(at) = (1 + self.scores.len() as u32..).zip(&tokens).find(|(due, token)| token.index != *due) {
+            return Err(format!("a score of token {} of the prompt comes when {} is next", at.1.index, at.0));
+        }
+        if !self.tokens.is_empty() || self.end.is_some() || self.params.prompt_logprobs.is_none() {
+            return Err("scores of the prompt come too late, or were not asked for".to_owned());
+        }
+        self.scores.extend(tokens);
+        Ok(())
+    }
+
     /// Checks that the answer is the one the request yields alone (I1).
     pub(crate) fn check(&self, layout: &KvLayout) -> Result<(), String> {
+        if let Some(top) = self.params.prompt_logprobs {
+            let alone = fake::scores(layout, VOCAB, &self.prompt, top).map_err(|error| error.to_string())?;
+            let whole = self.scores.len() == alone.len() || self.tokens.is_empty();
+            if !whole || alone.get(..self.scores.len()) != Some(&self.scores[..]) {
+                return Err(format!("the prompt's scores are {:?}, alone they are {alone:?}", self.scores));
+            }
+        }
         let alone = fake::answer(layout, VOCAB, &self.prompt, &self.params).map_err(|error| error.to_string())?;
         let alone: Vec<u32> = alone.into_iter().map(|token| token.id).collect();
         if alone.get(..self.tokens.len()) != Some(&self.tokens[..]) {

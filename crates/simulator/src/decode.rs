@@ -315,6 +315,7 @@ impl World {
         let Some(Caller { link, made, call, .. }) = self.decodes[place].callers.get(&seq).cloned() else { return };
         let word = match answer {
             Answer::Reserved(target) => DecodeWord::Reserved { target },
+            Answer::Scored(tokens) => DecodeWord::Scored(tokens),
             Answer::Started(cached_tokens) => DecodeWord::Started { cached_tokens },
             Answer::Token(token) => {
                 self.milestone("token", Process::Decode(place));

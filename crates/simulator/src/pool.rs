@@ -152,7 +152,8 @@ fn reference(layout: &KvLayout, tokens: &[u32]) -> Result<(Memory<()>, Blocks), 
     let mut pools = KvPools::new(&memory.geometry, CacheConfig::default()).map_err(|e| e.to_string())?;
     let tables = pools.allocate(tokens.len() as u32).map_err(|e| e.to_string())?;
     let mut model = FakeModel::with_memory(memory.geometry.clone(), VOCAB, memory.bytes.clone());
-    let row = Row { seq: SeqId(0), tokens, follows: None, start: 0, tables: tables.as_slice(), sample: None };
+    let row =
+        Row { seq: SeqId(0), tokens, follows: None, start: 0, tables: tables.as_slice(), score: None, sample: None };
     let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
     model.run(&batch, &mut |_| {}, &mut Vec::new()).map_err(|e| e.to_string())?;
     let blocks = tables.as_slice().iter().map(|table| table.blocks().to_vec()).collect();

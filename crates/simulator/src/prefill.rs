@@ -394,6 +394,7 @@ impl World {
                 self.milestone("first-token", Process::Prefill(place));
                 Ok(PrefillWord::FirstToken { token, finish, cached_tokens })
             }
+            Answer::Scored(tokens) => Ok(PrefillWord::Scored(tokens)),
             Answer::Transferred(_) => Ok(PrefillWord::Transferred),
             Answer::Failed(kind, message) => Err(answered(kind, message)),
         };

@@ -9,7 +9,7 @@ use baton_policy::{
     Choice, ChoiceInput, Effect, Fleet, LeastLoaded, LegEnd, NewRequest, Patience, Placement, Prefixes, Probe,
     RequestLimits, RoundRobin, Sequence, Taken, WorkerLease,
 };
-use baton_types::{FinishReason, WorkerId};
+use baton_types::{FinishReason, SamplingParams, TokenOut, WorkerId};
 
 use crate::Violation;
 use crate::client::End;
@@ -113,6 +113,7 @@ impl World {
             prompt: client.prompt.clone().into(),
             names: Prefixes::names(&salt, &client.prompt).into(),
             cache_salt: salt,
+            scored: client.params.prompt_logprobs.is_some(),
             limits: RequestLimits {
                 max_tokens: client.params.max_tokens,
                 stop_token_ids: client.params.stop_token_ids.clone(),
@@ -255,6 +256,7 @@ impl World {
                 self.drop_stream(place, request, Leg::Prefill);
                 Ok(None)
             }
+            Effect::EmitScored(tokens) => self.emit_scored(request, tokens),
             Effect::Emit(token) => self.emit(place, request, token.index, token.id),
             Effect::Recovering { leg, cause } => {
                 *self.summary.recoveries.entry(leg.as_str()).or_default() += 1;
@@ -287,7 +289,10 @@ impl World {
             request,
             tokens: sequence.tokens.to_vec(),
             prompt_tokens: sequence.prompt_tokens,
-            params: client.params.clone(),
+            params: SamplingParams {
+                prompt_logprobs: client.params.prompt_logprobs.filter(|_| sequence.scored),
+                ..client.params.clone()
+            },
             time_left: sequence.time_left.max(Duration::from_millis(1)),
             salt: client.salt,
             priority: client.priority,
@@ -429,6 +434,17 @@ impl World {
             }
             None => Ok(()),
         }
+    }
+
+    fn emit_scored(&mut self, request: u64, tokens: Vec<TokenOut>) -> Result<Option<ChoiceInput>, Violation> {
+        let client = &mut self.clients[request as usize];
+        if client.end.is_some() {
+            return Ok(Some(ChoiceInput::Taken(Taken::ClientGone)));
+        }
+        if let Err(wrong) = client.take_scores(tokens) {
+            return Err(self.violation("I4", format!("request {request}: {wrong}")));
+        }
+        Ok(Some(ChoiceInput::Taken(Taken::Sent)))
     }
 
     fn emit(&mut self, place: Place, request: u64, index: u32, id: u32) -> Result<Option<ChoiceInput>, Violation> {

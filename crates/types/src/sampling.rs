@@ -34,6 +34,9 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
     /// None: no log probabilities. Some(n): those of the chosen token and of the n most likely ones, n ≤ 20.
     pub top_logprobs: Option<u32>,
+    /// None: no log probabilities of the prompt. Some(n): those of each prompt token after the first and of the n most likely ones in its
+    /// place, n ≤ 20.
+    pub prompt_logprobs: Option<u32>,
     /// Tokens that end the sequence. Includes the model's end tokens unless the client ignores them.
     pub stop_token_ids: Vec<u32>,
     /// The constraint on the answer. Tokens that violate it are never chosen. Stop tokens are chosen only where the answer is complete;
@@ -70,6 +73,7 @@ impl Default for SamplingParams {
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
             top_logprobs: None,
+            prompt_logprobs: None,
             stop_token_ids: Vec::new(),
             constraint: None,
         }
@@ -146,7 +150,9 @@ impl SamplingParams {
             )?;
         }
         let top = self.top_logprobs.unwrap_or(0);
-        check(top <= 20, "top_logprobs", &top, "at most 20")
+        check(top <= 20, "top_logprobs", &top, "at most 20")?;
+        let top = self.prompt_logprobs.unwrap_or(0);
+        check(top <= 20, "prompt_logprobs", &top, "at most 20")
     }
 
     /// Whether the most likely token is always chosen.
@@ -155,10 +161,10 @@ impl SamplingParams {
     }
 }
 
-/// One sampled token.
+/// One sampled token, or one token of a prompt with its log probability.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct TokenOut {
-    /// Its number in the answer, from 0 (I4).
+    /// Its number in the answer, from 0 (I4); of a token of a prompt: its position there.
     pub index: u32,
     /// Vocabulary id.
     pub id: u32,
@@ -204,7 +210,7 @@ mod tests {
     fn each_range_is_checked_and_named() {
         let ok = SamplingParams::default();
         assert_eq!(ok.validate(), Ok(()));
-        let cases: [(&str, SamplingParams); 10] = [
+        let cases: [(&str, SamplingParams); 11] = [
             ("max_tokens", SamplingParams { max_tokens: 0, ..ok.clone() }),
             ("temperature", SamplingParams { temperature: f32::NAN, ..ok.clone() }),
             ("top_p", SamplingParams { top_p: 0.0, ..ok.clone() }),
@@ -213,6 +219,7 @@ mod tests {
             ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..ok.clone() }),
             ("logit_bias", SamplingParams { logit_bias: vec![(1, f32::INFINITY)], ..ok.clone() }),
             ("top_logprobs", SamplingParams { top_logprobs: Some(21), ..ok.clone() }),
+            ("prompt_logprobs", SamplingParams { prompt_logprobs: Some(21), ..ok.clone() }),
             ("constraint", SamplingParams { constraint: Some(Constraint::Regex(String::new()).into()), ..ok.clone() }),
             ("stop_token_ids", SamplingParams { constraint: Some(Constraint::Regex("a".into()).into()), ..ok.clone() }),
         ];

@@ -53,4 +53,4 @@ pub use settings::check_settings;
 pub use stream::{Accepted, Events, Streams, Wire};
 pub use telemetry::count_failure;
 pub use watchdog::Stalled;
-pub use wire::{Clock, stream_status};
+pub use wire::{Clock, scored, stream_status};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{NewSequence, Prefix, Share, Start, Time};
 use baton_proto::v1;
-use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId};
+use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, TokenOut};
 use tonic::{Code, Status};
 
 /// Engine time: nanoseconds since the worker started.
@@ -69,6 +69,11 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
 fn prefix_seed(layout: u64, salt: &str) -> u64 {
     static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     KEYS.hash_one((layout, salt))
+}
+
+/// Tokens of a prompt, as they travel.
+pub fn scored(tokens: Vec<TokenOut>) -> v1::Scored {
+    v1::Scored { tokens: tokens.into_iter().map(Into::into).collect() }
 }
 
 /// The status that ends a stream.

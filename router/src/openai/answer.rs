@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_types::Usage;
+use baton_types::{TokenOut, Usage};
 use serde::Serialize;
 
+use super::echo::Echo;
 use super::logprobs::{ChatLogprobs, TextLogprobs};
 use super::reader::Reader;
 use super::request::Asked;
@@ -35,6 +36,8 @@ pub(crate) struct Answer {
     pub asked: Asked,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
+    /// The prompts as answers repeat them; empty if they do not.
+    pub echoes: Vec<Echo>,
     /// Choices per prompt.
     pub n: u32,
     /// Reads calls; None if no tools were offered.
@@ -48,6 +51,8 @@ pub(crate) struct Part {
     /// True for the first part of its choice.
     pub first: bool,
     pub text: String,
+    /// Tokens of the prompt with their log probabilities.
+    pub scored: Vec<Piece>,
     pub pieces: Vec<Piece>,
     pub calls: Vec<Call>,
     /// Why the choice ended, in the API's words.
@@ -205,9 +210,51 @@ impl UsageSum {
 }
 
 impl Answer {
-    /// One empty part per choice.
-    pub fn empty_parts(&self) -> Vec<Part> {
-        (0..self.prompts.len() as u32 * self.n).map(|choice| Part { choice, ..Part::default() }).collect()
+    /// The beginning of every choice.
+    pub fn openings(&self) -> Vec<Part> {
+        (0..self.prompts.len() as u32 * self.n).map(|choice| self.opening(choice)).collect()
+    }
+
+    /// The beginning of a choice: the prompt, if answers repeat it.
+    pub fn opening(&self, choice: u32) -> Part {
+        match self.echo(choice) {
+            Some(echo) => echo.opening(choice, self.asked.logprobs.is_some()),
+            None => Part { choice, ..Part::default() },
+        }
+    }
+
+    fn echo(&self, choice: u32) -> Option<&Echo> {
+        self.echoes.get((choice / self.n) as usize)
+    }
+
+    /// Adds a token to a part of its choice.
+    pub fn add(&self, part: &mut Part, piece: Piece) {
+        part.pieces.push(match self.echo(part.choice) {
+            Some(echo) => echo.after(piece),
+            None => piece,
+        });
+    }
+
+    /// Adds tokens of the prompt with their log probabilities to a part of their choice.
+    pub fn add_scored(&self, part: &mut Part, tokens: Vec<TokenOut>) {
+        if let Some(echo) = self.echo(part.choice) {
+            part.scored.extend(tokens.into_iter().map(|token| echo.piece(token)));
+        }
+    }
+
+    /// Keeps, of the answers to each prompt, as many as are asked for: those with the highest mean log probability.
+    fn best(mut self, mut parts: Vec<Part>) -> (Answer, Vec<Part>) {
+        let Some(best) = self.asked.best else { return (self, parts) };
+        let worth = |part: &Part| {
+            let sum: f64 = part.pieces.iter().filter_map(|p| p.token.logprob).map(f64::from).sum();
+            sum / part.pieces.len().max(1) as f64
+        };
+        let n = self.n;
+        parts.sort_by(|a, b| (a.choice / n).cmp(&(b.choice / n)).then(worth(b).total_cmp(&worth(a))));
+        let kept = parts.into_iter().enumerate().filter(|(at, _)| *at as u32 % n < best).map(|(_, part)| part);
+        let parts = (0..).zip(kept).map(|(choice, part)| Part { choice, ..part }).collect();
+        self.n = best;
+        (self, parts)
     }
 
     /// One reader per choice.
@@ -238,7 +285,12 @@ impl Answer {
     }
 
     /// The whole answer; `parts` are the choices in order.
-    pub fn whole(&self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
+    pub fn whole(self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
+        let (this, parts) = self.best(parts);
+        this.body(parts, usage)
+    }
+
+    fn body(&self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
         let choice = |mut part: Part| {
             let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
             let text = std::mem::take(&mut part.text);
@@ -273,9 +325,10 @@ impl Answer {
             Content::Delta(delta) => (None, Some(delta), None),
             Content::Text(text) => (None, None, Some(text)),
         };
-        let logprobs = self.asked.logprobs.filter(|_| !part.pieces.is_empty()).map(|_| match self.shape {
+        let some = !part.scored.is_empty() || !part.pieces.is_empty();
+        let logprobs = self.asked.logprobs.filter(|_| some).map(|_| match self.shape {
             Shape::Chat => Logprobs::Chat(ChatLogprobs::of(&self.model, &part.pieces)),
-            Shape::Text => Logprobs::Text(TextLogprobs::of(&self.model, &part.pieces)),
+            Shape::Text => Logprobs::Text(TextLogprobs::of(&self.model, part.scored.iter().chain(&part.pieces))),
         });
         let ids = self.asked.token_ids;
         let per_choice = ids && show_prompt && self.shape == Shape::Text;

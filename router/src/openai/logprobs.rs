@@ -36,8 +36,9 @@ struct TopToken {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct TextLogprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<BTreeMap<String, f32>>,
+    /// The first token of a prompt has none.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
     text_offset: Vec<u32>,
 }
 
@@ -63,17 +64,20 @@ impl ChatLogprobs {
 
 impl TextLogprobs {
     /// The log probabilities of these tokens. `top_logprobs` always includes the chosen token.
-    pub fn of(model: &ServedModel, pieces: &[Piece]) -> TextLogprobs {
+    pub fn of<'a>(model: &ServedModel, pieces: impl IntoIterator<Item = &'a Piece>) -> TextLogprobs {
         let mut all = TextLogprobs::default();
         for piece in pieces {
             let (token, _) = model.token(piece.token.id);
-            let logprob = finite(piece.token.logprob.unwrap_or(LEAST));
-            let mut top = BTreeMap::new();
-            // Of tokens with the same text, keeps the most likely.
-            for (id, logprob) in &piece.token.top {
-                top.entry(model.token(*id).0).or_insert(finite(*logprob));
-            }
-            top.entry(token.clone()).or_insert(logprob);
+            let logprob = piece.token.logprob.map(finite);
+            let top = logprob.map(|logprob| {
+                let mut top = BTreeMap::new();
+                // Of tokens with the same text, keeps the most likely.
+                for (id, logprob) in &piece.token.top {
+                    top.entry(model.token(*id).0).or_insert(finite(*logprob));
+                }
+                top.entry(token.clone()).or_insert(logprob);
+                top
+            });
             all.tokens.push(token);
             all.token_logprobs.push(logprob);
             all.top_logprobs.push(top);

@@ -1,6 +1,7 @@
 //! The OpenAI-compatible HTTP API: its JSON, in and out. Everything in between is shared by both front doors.
 
 mod answer;
+mod echo;
 mod fields;
 mod logprobs;
 mod once;
@@ -13,6 +14,7 @@ mod tools;
 mod types;
 
 pub(crate) use answer::{Answer, Part, Shape, UsageSum};
+pub(crate) use echo::Echo;
 pub(crate) use reader::Reader;
 pub(crate) use request::{Asked, Envelope};
 pub(crate) use tokens::{detokenize, tokenize};

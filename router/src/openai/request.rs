@@ -30,6 +30,10 @@ pub(crate) struct Asked {
     pub logprobs: Option<u32>,
     /// Send the token ids of prompt and answer.
     pub token_ids: bool,
+    /// Send the prompt before the answer.
+    pub echo: bool,
+    /// Of the answers to a prompt, send this many: those with the highest log probability per token. None: all, in order.
+    pub best: Option<u32>,
 }
 
 /// What is known of a request beside its body.
@@ -86,8 +90,25 @@ pub(crate) fn completion(body: &[u8], envelope: Envelope) -> Result<(GenerateInp
     if prompts.is_empty() {
         return Err(RequestError::invalid("prompt", "prompt is an empty array; it must have at least one element"));
     }
-    let max_tokens = Some(common.max_tokens.unwrap_or(COMPLETION_TOKENS));
-    assemble(common, prompts, max_tokens, own.logprobs, envelope)
+    let (echo, n) = (own.echo.unwrap_or(false), common.n.unwrap_or(1));
+    let max_tokens = common.max_tokens.unwrap_or(COMPLETION_TOKENS);
+    let only_prompt = echo && max_tokens == 0;
+    let (mut input, mut asked) =
+        assemble(common, prompts, Some(max_tokens.max(only_prompt.into())), own.logprobs, envelope)?;
+    (input.only_prompt, asked.echo) = (only_prompt, echo);
+    input.sampling.prompt_logprobs = own.logprobs.filter(|_| echo);
+    if let Some(best_of) = own.best_of.filter(|best_of| *best_of != n) {
+        if best_of < n || asked.stream {
+            let wrong = match asked.stream {
+                true => "best_of needs whole answers to compare; leave it out, or set stream to false".to_owned(),
+                false => format!("best_of is {best_of}; it must be at least n, which is {n}"),
+            };
+            return Err(RequestError::invalid("best_of", wrong));
+        }
+        (input.n, asked.best) = (best_of, Some(n));
+        input.sampling.top_logprobs.get_or_insert(0);
+    }
+    Ok((input, asked))
 }
 
 fn assemble(
@@ -107,6 +128,8 @@ fn assemble(
         include_usage: common.stream_options.and_then(|o| o.include_usage).unwrap_or(false),
         logprobs,
         token_ids: common.return_token_ids.unwrap_or(false),
+        echo: false,
+        best: None,
     };
     let Envelope { request_id, tenant, received, deadline, defaults } = envelope;
     let top_k = common.top_k.map(top_k).transpose()?;
@@ -144,6 +167,7 @@ fn assemble(
         n,
         sampling,
         max_tokens,
+        only_prompt: false,
         seed,
         ignore_eos,
         stop,
@@ -289,7 +313,26 @@ mod tests {
             input.standing,
             Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, ..Standing::default() }
         );
-        assert_eq!(asked, Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true });
+        let shown =
+            Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true, echo: false, best: None };
+        assert_eq!(asked, shown);
+    }
+
+    #[test]
+    fn a_completion_may_echo_its_prompt_and_choose_among_answers() {
+        let read = |body: Value| completion(body.to_string().as_bytes(), envelope());
+        let (input, asked) = read(json!({"prompt": "x", "echo": true, "logprobs": 2, "max_tokens": 0})).unwrap();
+        assert_eq!((input.only_prompt, input.max_tokens, asked.echo), (true, Some(1), true));
+        assert_eq!(input.sampling.prompt_logprobs, Some(2));
+        let (input, asked) = read(json!({"prompt": "x", "echo": true, "best_of": 1})).unwrap();
+        assert_eq!((input.only_prompt, input.sampling.prompt_logprobs, asked.best), (false, None, None));
+        let (input, asked) = read(json!({"prompt": "x", "n": 2, "best_of": 5})).unwrap();
+        assert_eq!((input.n, asked.best, asked.logprobs, input.sampling.top_logprobs), (5, Some(2), None, Some(0)));
+        for bad in [json!({"n": 3, "best_of": 2}), json!({"best_of": 2, "stream": true}), json!({"best_of": -1})] {
+            let mut body = json!({"prompt": "x"});
+            body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
+            assert_eq!(read(body).unwrap_err().param.as_deref(), Some("best_of"));
+        }
     }
 
     #[test]

@@ -27,6 +27,8 @@ pub(crate) struct ChatFields {
 pub(crate) struct CompletionFields {
     pub prompt: PromptField,
     pub logprobs: Option<u32>,
+    pub echo: Option<bool>,
+    pub best_of: Option<u32>,
 }
 
 /// The fields that both endpoints share.

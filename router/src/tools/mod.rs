@@ -52,7 +52,8 @@ impl Tools {
 
     /// A parser for one answer.
     pub fn parser(&self, syntax: ToolSyntax) -> ToolParser {
-        ToolParser::new(syntax, Arc::clone(&self.names), self.parallel)
+        let parser = ToolParser::new(syntax, Arc::clone(&self.names), self.parallel);
+        if self.choice == Choice::Auto { parser } else { parser.forced() }
     }
 }
 

@@ -3,6 +3,8 @@
 //! A call is delivered only when it is complete, because only then is it certain to be a call. Text that looked like a call
 //! but is none (broken JSON, a function that was not offered) is delivered as text: nothing is lost. What the client gets
 //! does not depend on how the text was cut into pieces.
+//!
+//! Where a call is forced, the answer is nothing else. If its length cuts it off, what there is of the call is delivered.
 
 use std::sync::Arc;
 
@@ -20,6 +22,8 @@ pub(crate) struct ToolParser {
     syntax: ToolSyntax,
     names: Arc<[String]>,
     parallel: bool,
+    /// The answer can be nothing but calls.
+    forced: bool,
     /// Text not yet known to be text or a call.
     held: String,
     state: State,
@@ -68,7 +72,12 @@ enum Verdict {
 impl ToolParser {
     /// A parser that has read nothing yet.
     pub fn new(syntax: ToolSyntax, names: Arc<[String]>, parallel: bool) -> ToolParser {
-        ToolParser { syntax, names, parallel, held: String::new(), state: State::Begin, calls: 0 }
+        ToolParser { syntax, names, parallel, forced: false, held: String::new(), state: State::Begin, calls: 0 }
+    }
+
+    /// The same for an answer that a grammar lets be nothing but calls.
+    pub fn forced(self) -> ToolParser {
+        ToolParser { forced: true, ..self }
     }
 
     /// Takes the next piece.
@@ -86,6 +95,10 @@ impl ToolParser {
     /// Ends the answer, and returns what the held text is.
     pub fn finish(&mut self) -> Read {
         let mut read = Read::default();
+        if self.forced && self.state == State::Call && matches!(self.verdict(true), Verdict::Text(_)) {
+            self.cut_off(&mut read);
+            return read;
+        }
         while self.step(&mut read, true) {}
         let rest = std::mem::take(&mut self.held);
         // White space around calls is dropped.
@@ -93,6 +106,27 @@ impl ToolParser {
             read.text += &rest;
         }
         read
+    }
+
+    /// Delivers the calls in `held`, the last of which is not complete.
+    fn cut_off(&mut self, read: &mut Read) {
+        let (at, _) = self.json();
+        let held = std::mem::take(&mut self.held);
+        let mut rest = held[at..].trim_start_matches('[');
+        loop {
+            let (name, arguments, length) = match first::<Written>(rest) {
+                Ok(Some((call, length))) => {
+                    (call.name, call.arguments.map_or_else(String::new, |a| a.get().to_owned()), length)
+                }
+                _ => match begun_call(rest) {
+                    Some((name, arguments)) => (name, arguments.to_owned(), rest.len()),
+                    None => return,
+                },
+            };
+            read.calls.push(Call::new(self.calls, name, arguments));
+            self.calls += 1;
+            rest = rest[length..].trim_start_matches([',', ' ']);
+        }
     }
 
     /// Whether the answer had a call.
@@ -237,6 +271,15 @@ impl ToolParser {
     }
 }
 
+/// The name in a call's JSON that breaks off, as the grammar writes it, and its arguments so far. None before the name is complete.
+fn begun_call(json: &str) -> Option<(String, &str)> {
+    let named = json.strip_prefix("{\"name\": ")?;
+    let (name, length) = first::<String>(named).ok()??;
+    let rest = &named[length..];
+    let arguments = [", \"arguments\": ", ", \"parameters\": "].iter().find_map(|before| rest.strip_prefix(before));
+    Some((name, arguments.unwrap_or_default()))
+}
+
 /// The first JSON value of a text, and its length in bytes. None while it is incomplete.
 fn first<T: for<'de> Deserialize<'de>>(json: &str) -> Result<Option<(T, usize)>, serde_json::Error> {
     let mut values = serde_json::Deserializer::from_str(json).into_iter::<T>();
@@ -310,6 +353,30 @@ mod tests {
         let two = "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {\"a\": [1]}}]";
         assert_eq!(all(two), (String::new(), calls(&[("f", "{}"), ("g", "{\"a\": [1]}")])));
         assert_eq!(all("[TOOL_CALLS] nothing").0, "[TOOL_CALLS] nothing");
+    }
+
+    #[test]
+    fn a_forced_call_that_is_cut_off_is_given_as_far_as_it_goes() {
+        let cut = |syntax, text: &str| {
+            let mut parser = ToolParser::new(syntax, ["f".to_owned(), "g".to_owned()].into(), true).forced();
+            let mut all = parser.push(text);
+            let rest = parser.finish();
+            all.calls.extend(rest.calls);
+            let calls = all.calls.into_iter().map(|c| (c.name, c.arguments)).collect::<Vec<_>>();
+            (all.text + &rest.text, calls)
+        };
+        let hermes = |text: &str| cut(ToolSyntax::Hermes, text);
+        let half = "<tool_call>\n{\"name\": \"g\", \"arguments\": {\"x\": \"a";
+        assert_eq!(hermes(half), (String::new(), calls(&[("g", "{\"x\": \"a")])));
+        let arguments = "{\"x\": \"</tool_call> {\\\"\"}";
+        assert_eq!(hermes(&format!("{CALL}\n{half}")).1, calls(&[("f", arguments), ("g", "{\"x\": \"a")]));
+        assert_eq!(hermes("<tool_call>\n{\"name\": \"g\", \"argu").1, calls(&[("g", "")]));
+        assert_eq!(hermes("<tool_call>\n{\"name\": \"g").1, []);
+        let llama = "{\"name\": \"f\", \"parameters\": {\"x\": [1,";
+        assert_eq!(cut(ToolSyntax::Llama, llama).1, calls(&[("f", "{\"x\": [1,")]));
+        let mistral = "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {\"a\": 1";
+        assert_eq!(cut(ToolSyntax::Mistral, mistral), (String::new(), calls(&[("f", "{}"), ("g", "{\"a\": 1")])));
+        assert_eq!(hermes(CALL).1.len(), 1);
     }
 
     #[test]

@@ -88,6 +88,9 @@ pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::Prefil
 fn decode_word(event: v1::DecodeEvent) -> Result<DecodeWord, LegEnd> {
     Ok(match event.event {
         Some(DecodeEvent::Reserved(v1::Reserved { target })) => DecodeWord::Reserved { target },
+        Some(DecodeEvent::Scored(v1::Scored { tokens })) => {
+            DecodeWord::Scored(tokens.into_iter().map(Into::into).collect())
+        }
         Some(DecodeEvent::Token(token)) => DecodeWord::Token(token.into()),
         Some(DecodeEvent::Started(v1::Started { cached_tokens })) => DecodeWord::Started { cached_tokens },
         Some(DecodeEvent::Finished(v1::Finished { reason })) => DecodeWord::Finished(finish_reason(reason)?),
@@ -97,6 +100,9 @@ fn decode_word(event: v1::DecodeEvent) -> Result<DecodeWord, LegEnd> {
 
 fn prefill_word(event: v1::PrefillEvent) -> Result<PrefillWord, LegEnd> {
     Ok(match event.event {
+        Some(PrefillEvent::Scored(v1::Scored { tokens })) => {
+            PrefillWord::Scored(tokens.into_iter().map(Into::into).collect())
+        }
         Some(PrefillEvent::FirstToken(v1::FirstToken { token, finish, cached_tokens })) => {
             let token = token.ok_or_else(|| unclear("first_token.token is missing"))?.into();
             PrefillWord::FirstToken { token, finish: finish.map(finish_reason).transpose()?, cached_tokens }

@@ -216,6 +216,52 @@ async fn log_probabilities_in_both_forms() {
 }
 
 #[tokio::test]
+async fn a_prompt_is_repeated_with_its_log_probabilities() {
+    let cluster = Cluster::start(1, 1, "aé").await;
+    let asked = json!({"prompt": "héy", "echo": true, "logprobs": 1});
+    let body = cluster.complete(asked.clone()).await;
+    assert_eq!(text(&body), "héyaé");
+    let logprobs = &body["choices"][0]["logprobs"];
+    let tokens = ["h", "\u{fffd}", "\u{fffd}", "y", "a", "\u{fffd}", "\u{fffd}", "<|im_end|>"];
+    assert_eq!(logprobs["tokens"], json!(tokens));
+    assert_eq!(logprobs["token_logprobs"], json!([null, -0.5, -0.5, -0.5, -0.25, -0.25, -0.25, -0.25]));
+    assert_eq!(logprobs["top_logprobs"][0], Value::Null);
+    assert_eq!(logprobs["top_logprobs"][3], json!({"y": -0.5, "x": -1.0}));
+    assert_eq!(logprobs["text_offset"], json!([0, 1, 1, 2, 3, 4, 4, 5]));
+    // The same in a stream, chunk by chunk.
+    let chunks = cluster.stream(TEXT, asked.clone()).await;
+    let of =
+        |name: &'static str| move |c: &Value| c["choices"][0]["logprobs"][name].as_array().cloned().unwrap_or_default();
+    assert_eq!(Value::from(chunks.iter().flat_map(of("tokens")).collect::<Vec<_>>()), logprobs["tokens"]);
+    assert_eq!(Value::from(chunks.iter().flat_map(of("text_offset")).collect::<Vec<_>>()), logprobs["text_offset"]);
+    let said = chunks.iter().filter_map(|c| c["choices"][0]["text"].as_str()).collect::<String>();
+    assert_eq!(said, "héyaé");
+    // The prompt alone, as evaluation harnesses ask for it; token ids, two prompts.
+    let prompts = json!({"prompt": [bytes("ab"), bytes("c")], "max_tokens": 0, "return_token_ids": true});
+    let body = cluster.complete(support::merged(asked.clone(), prompts)).await;
+    assert_eq!((text(&body), &body["choices"][1]["text"]), ("ab", &json!("c")));
+    assert_eq!(body["choices"][0]["logprobs"]["token_logprobs"], json!([null, -0.5]));
+    assert_eq!(body["choices"][1]["logprobs"]["token_logprobs"], json!([null]), "a prompt of one token has none");
+    assert_eq!((&body["choices"][0]["token_ids"], &body["usage"]["completion_tokens"]), (&json!([]), &json!(0)));
+    assert_eq!(body["choices"][0]["finish_reason"], "length");
+    // Without log probabilities it is only the text.
+    let body = cluster.complete(json!({"prompt": "hey", "echo": true})).await;
+    assert_eq!((text(&body), &body["choices"][0]["logprobs"]), ("heyaé", &Value::Null));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn the_likeliest_of_several_answers_are_sent() {
+    let cluster = Cluster::with(support::config(), 1, 1, &["a", "b", "c"]).await;
+    let body = cluster.complete(json!({"n": 2, "best_of": 3, "seed": 0})).await;
+    let texts: Vec<_> = body["choices"].as_array().unwrap().iter().map(|c| (&c["index"], &c["text"])).collect();
+    assert_eq!(texts, [(&json!(0), &json!("c")), (&json!(1), &json!("b"))]);
+    assert_eq!(body["choices"][0]["logprobs"], Value::Null, "they were not asked for");
+    assert_eq!(body["usage"]["completion_tokens"], json!(6), "all were generated");
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn sampling_reaches_the_workers() {
     let cluster = Cluster::start(0, 1, "a").await;
     cluster
@@ -302,8 +348,8 @@ async fn bad_input_gets_an_error_that_names_the_field_and_the_next_request_works
         (with(json!({"logit_bias": {"260": 1}})), 400, Some("logit_bias"), "0 to 259"),
         (with(json!({"logit_bias": {"5": 101}})), 400, Some("logit_bias"), "between -100 and 100"),
         (with(json!({"stop_token_ids": [999]})), 400, Some("stop_token_ids"), "0 to 259"),
-        (with(json!({"echo": true})), 400, Some("echo"), "not supported"),
-        (with(json!({"best_of": 3})), 400, Some("best_of"), "not supported"),
+        (with(json!({"suffix": "x"})), 400, Some("suffix"), "not supported"),
+        (with(json!({"best_of": 0})), 400, Some("best_of"), "at least n"),
         (with(json!({"stream_options": {"include_usage": true}})), 400, Some("stream_options"), "needs stream"),
         (json!({"prompt": []}), 400, Some("prompt"), "empty"),
         (json!({"prompt": ""}), 400, Some("prompt"), "no tokens"),

@@ -105,6 +105,32 @@ async fn logits_digests_come_with_logprobs_and_only_then() {
 }
 
 #[tokio::test]
+async fn log_probabilities_of_the_prompt_come_before_the_answer() {
+    let cluster = Cluster::start(1, 1, "né").await;
+    let mut client = client(&cluster).await;
+    for max_tokens in [0, 50] {
+        let mut request = ask(Input::Text("hey".into()));
+        let sampling = v1::Sampling { max_tokens: Some(max_tokens), prompt_logprobs: Some(2), ..Default::default() };
+        request.sampling = Some(sampling);
+        let mut stream = client.generate(request).await.unwrap().into_inner();
+        let (mut prompt, mut tokens, mut finish) = (Vec::new(), 0, None);
+        while let Some(response) = stream.message().await.unwrap() {
+            assert!(response.prompt.is_empty() || tokens == 0);
+            prompt.extend(response.prompt);
+            tokens += response.tokens.len();
+            finish = finish.or(response.finish);
+        }
+        let scores: Vec<_> = prompt.iter().map(|t| (t.index, t.id as u8, t.logprob, t.top.len())).collect();
+        assert_eq!(scores, [(1, b'e', Some(-0.5), 2), (2, b'y', Some(-0.5), 2)]);
+        assert_eq!(
+            (tokens > 0, finish.unwrap().usage.unwrap().completion_tokens > 0),
+            (max_tokens > 0, max_tokens > 0)
+        );
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn a_worker_that_dies_is_not_seen_by_the_client() {
     let cluster = Cluster::start(1, 2, "the quick brown fox").await;
     cluster.worker(1).decode_will([Decode::Cut(4)]);

@@ -6,7 +6,7 @@ use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Readers, Tables};
 use baton_types::{BlockId, SeqId, TokenOut};
 
 use super::{Answers, Request, Setup, Violation};
-use crate::{Batch, BlockSwap, ModelRunner, Row, Sample};
+use crate::{Batch, BlockSwap, ModelRunner, Row, Sample, Score};
 
 /// One way for the requests to go through a runner.
 #[derive(Clone, Copy)]
@@ -44,6 +44,8 @@ struct Planned {
     at: usize,
     start: usize,
     end: usize,
+    /// Position of the first token of the prompt that it scores, and how many it scores.
+    scores: (usize, usize),
     /// Index in the answer of the token it samples.
     index: Option<u32>,
     follows: Option<u32>,
@@ -53,12 +55,15 @@ struct Live<'a> {
     request: &'a Request,
     tokens: Vec<u32>,
     computed: usize,
-    /// Tokens in flight. `chosen`: how many of their rows sample. `place`: index of the last such row among its step's
-    /// sampling rows.
+    /// Tokens in flight. `chosen`: how many of their rows sample. `place`: place of the last such row's token among all
+    /// that its step gives.
     flying: usize,
     chosen: usize,
     place: u32,
     tables: Tables,
+    /// Leading tokens of the prompt that are scored, or planned to be; the first has no score.
+    scored: usize,
+    scores: Vec<TokenOut>,
     answer: Vec<TokenOut>,
     restarted: bool,
     swap_out: Vec<BlockSwap>,
@@ -84,18 +89,33 @@ impl Live<'_> {
         let follows = (end > self.tokens.len()).then_some(self.place);
         self.flying += end - start;
         self.chosen += usize::from(end == all);
-        Some(Planned { at, start, end, index: (end == all).then_some(index as u32), follows })
+        let scores = match self.request.params.prompt_logprobs {
+            Some(_) => {
+                let first = self.scored.max(start + 1);
+                (first, (end + 1).min(self.request.prompt.len()).saturating_sub(first))
+            }
+            None => (0, 0),
+        };
+        self.scored = self.scored.max(scores.0 + scores.1);
+        Some(Planned { at, start, end, scores, index: (end == all).then_some(index as u32), follows })
     }
 
     fn row(&self, planned: &Planned) -> Row<'_> {
         let (prompt, generated) = self.tokens.split_at(self.request.prompt.len());
         let params = &self.request.params;
+        let (first, scored) = planned.scores;
+        let score = || Score {
+            after: (first - planned.start - 1) as u32,
+            tokens: &prompt[first..first + scored],
+            top: params.prompt_logprobs.unwrap_or_default(),
+        };
         Row {
             seq: SeqId(planned.at as u64),
             tokens: self.tokens.get(planned.start..planned.end).unwrap_or(&[0]),
             follows: planned.follows,
             start: planned.start as u32,
             tables: self.tables.as_slice(),
+            score: (scored > 0).then(score),
             sample: planned.index.map(|index| Sample { params, index, prompt, generated }),
         }
     }
@@ -129,7 +149,7 @@ impl Route {
         for request in requests {
             let most = request.prompt.len() as u32 + setup.answer_tokens;
             let tables = self.place(&mut pools, most).map_err(failed)?;
-            let (tokens, answer) = (request.prompt.clone(), Vec::new());
+            let (tokens, scores, answer) = (request.prompt.clone(), Vec::new(), Vec::new());
             let (swap_out, swap_in) = (Vec::new(), Vec::new());
             live.push(Live {
                 request,
@@ -139,6 +159,8 @@ impl Route {
                 chosen: 0,
                 place: 0,
                 tables,
+                scored: 1,
+                scores,
                 answer,
                 restarted: false,
                 swap_out,
@@ -170,7 +192,7 @@ impl Route {
                 l.away = self.restart == Restart::Swapped && at % 2 == 1;
             }
         }
-        Ok(live.into_iter().map(|l| l.answer).collect())
+        Ok(live.into_iter().map(|l| [l.scores, l.answer].concat()).collect())
     }
 
     /// Moves a sequence to other tables. Returns how many of its tokens these already hold.
@@ -229,8 +251,13 @@ impl Route {
             order.reverse();
         }
         let planned: Vec<_> = order.into_iter().filter_map(|at| live[at].plan(at, self.chunk, setup)).collect();
-        for (place, row) in (0..).zip(planned.iter().filter(|row| row.index.is_some())) {
-            live[row.at].place = place;
+        let mut given = 0;
+        for row in &planned {
+            given += row.scores.1 as u32;
+            if row.index.is_some() {
+                live[row.at].place = given;
+                given += 1;
+            }
         }
         planned
     }
@@ -270,20 +297,25 @@ impl Route {
         let mut out = Vec::new();
         let collected = runner.collect(&batch, &mut out);
         collected.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
-        let due: Vec<u32> = planned.iter().filter_map(|row| row.index).collect();
+        let due = planned.iter().flat_map(|row| {
+            let (first, scored) = row.scores;
+            (first as u32..(first + scored) as u32).chain(row.index)
+        });
+        let due: Vec<u32> = due.collect();
         let came: Vec<u32> = out.iter().map(|token| token.index).collect();
         if came != due {
             let detail = format!("indices {came:?} where {due:?} were due");
-            return Err(Violation { rule: "one token for each row that samples, in row order", detail });
+            return Err(Violation { rule: "what each row scores and samples, in row order", detail });
         }
         if let Some(token) = out.iter().find(|token| token.id >= setup.vocab) {
             return Err(Violation { rule: "token ids lie in the vocabulary", detail: format!("{token:?}") });
         }
         let mut tokens = out.into_iter();
-        for Planned { at, start, end, index, .. } in planned {
+        for Planned { at, start, end, scores, index, .. } in planned {
             let l = &mut live[at];
             l.computed += end - start;
             l.flying -= end - start;
+            l.scores.extend(tokens.by_ref().take(scores.1));
             if let Some(token) = index.and_then(|_| tokens.next()) {
                 l.chosen -= 1;
                 l.tokens.push(token.id);

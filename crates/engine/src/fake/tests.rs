@@ -17,6 +17,7 @@ fn every_visible_byte_and_no_other_changes_the_answer() {
         follows: None,
         start: start as u32,
         tables: tables.as_slice(),
+        score: None,
         sample,
     };
     let sample = Some(Sample { params: &params, index: 0, prompt: &prompt, generated: &[] });

@@ -47,6 +47,18 @@ impl<M: KvMemory> FakeModel<M> {
                 ensure(blocks.iter().all(|b| written.insert((group, *b))), row, "a block is written for two rows")?;
                 read.extend(table.blocks()[..first].iter().filter(|block| **block != HOLE).map(|b| (group, *b)));
             }
+            if let Some(score) = row.score {
+                let last = score.after as usize + score.tokens.len();
+                let samples_last = row.sample.is_some_and(|_| last == row.tokens.len());
+                ensure(
+                    !score.tokens.is_empty() && last <= row.tokens.len() && !samples_last,
+                    row,
+                    "scores outside it",
+                )?;
+                let own = &row.tokens[score.after as usize + 1..];
+                let known = own.iter().zip(score.tokens).all(|(own, scored)| own == scored);
+                ensure(known, row, "scores other tokens than its own")?;
+            }
             let unknown = usize::from(row.follows.is_some());
             if let Some(place) = row.follows {
                 ensure(self.pending.len() == 1, row, "it follows a step that is not in flight, or not the last")?;

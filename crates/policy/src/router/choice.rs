@@ -41,6 +41,8 @@ pub struct NewRequest {
     pub names: Arc<[u64]>,
     /// The tenant's salt. Requests share prefixes only with requests of the same salt.
     pub cache_salt: String,
+    /// Log probabilities of the prompt's tokens are wanted.
+    pub scored: bool,
     /// Bounds of the answer.
     pub limits: RequestLimits,
     /// When the answer must be complete.
@@ -72,7 +74,7 @@ pub enum ChoiceInput {
     PrefillSaid(PrefillWord),
     /// The prefill stream ended without a last message.
     PrefillEnded(LegEnd),
-    /// The result of an [`Effect::Emit`].
+    /// The result of an [`Effect::Emit`] or [`Effect::EmitScored`].
     Taken(Taken),
     /// The client went away.
     ClientGone,
@@ -82,10 +84,10 @@ pub enum ChoiceInput {
     Wake,
 }
 
-/// The result of giving a token to the client.
+/// The result of giving something to the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Taken {
-    /// The client has the token, or will have it.
+    /// The client has it, or will have it.
     Sent,
     /// The token completed a stop string. No token after it is wanted.
     StopMatched,
@@ -100,6 +102,8 @@ pub struct Sequence {
     pub tokens: Arc<[u32]>,
     /// How many of `tokens` are the prompt.
     pub prompt_tokens: u32,
+    /// Log probabilities of the prompt's tokens are wanted, and the client does not have all of them.
+    pub scored: bool,
     /// Time left until the deadline.
     pub time_left: Duration,
 }
@@ -133,6 +137,8 @@ pub enum Effect {
     DropPrefill,
     /// Give this token to the client; answer with [`ChoiceInput::Taken`].
     Emit(TokenOut),
+    /// Give these tokens of the prompt with their log probabilities to the client; answer with [`ChoiceInput::Taken`].
+    EmitScored(Vec<TokenOut>),
     /// For logs and metrics: a failure is being recovered from.
     Recovering {
         /// The leg that failed.
@@ -166,6 +172,8 @@ pub struct Choice {
     request: NewRequest,
     machine: RequestMachine,
     placed: Option<Placed>,
+    /// Leading tokens of the prompt whose log probabilities the client has, or that have none.
+    scored: u32,
     /// Tokens that the newest decode stream was opened with.
     tokens: Arc<[u32]>,
     /// Where its KV may be written, from its reservation.
@@ -200,11 +208,13 @@ impl Choice {
     /// Starts a new answer. It has effects already.
     pub fn start(request: NewRequest, now: Instant) -> Choice {
         let (machine, first) = RequestMachine::start(request.limits.clone());
+        let scored = if request.scored { 1 } else { request.prompt.len() as u32 };
         let mut choice = Choice {
             tokens: Arc::clone(&request.prompt),
             request,
             machine,
             placed: None,
+            scored,
             target: Vec::new(),
             decode: false,
             prefill: false,
@@ -310,9 +320,12 @@ impl Choice {
                 self.target.clone_from(target);
             }
             DecodeWord::Token(_) => self.pace.token(now),
-            DecodeWord::Started { .. } | DecodeWord::Finished(_) => {}
+            DecodeWord::Scored(_) | DecodeWord::Started { .. } | DecodeWord::Finished(_) => {}
         }
-        self.tell(legs::decode_said(word), now);
+        match word {
+            DecodeWord::Scored(tokens) => self.scored(tokens, now),
+            word => legs::decode_said(word).into_iter().for_each(|input| self.tell(input, now)),
+        }
     }
 
     fn prefill_said(&mut self, word: PrefillWord, now: Instant) {
@@ -325,9 +338,32 @@ impl Choice {
                     self.judge(Subject::Worker(prefill), Outcome::Worked(Some(time)));
                 }
                 PrefillWord::Transferred => self.judge(Subject::Pair { prefill, decode }, Outcome::Worked(None)),
+                PrefillWord::Scored(_) => {}
             }
         }
-        self.tell(legs::prefill_said(word), now);
+        match word {
+            PrefillWord::Scored(tokens) => self.scored(tokens, now),
+            word => legs::prefill_said(word).into_iter().for_each(|input| self.tell(input, now)),
+        }
+    }
+
+    /// Passes on what the client does not have yet: after a failure the prompt is scored again.
+    fn scored(&mut self, mut tokens: Vec<TokenOut>, now: Instant) {
+        tokens.retain(|token| token.index >= self.scored);
+        let expected = self.scored..;
+        if tokens
+            .iter()
+            .zip(expected)
+            .any(|(token, due)| token.index != due || self.request.prompt.get(due as usize) != Some(&token.id))
+        {
+            let wrong = Failure::new(ErrorKind::Internal, "a worker scored other tokens than those of the prompt");
+            return self.tell(Input::Abort(wrong), now);
+        }
+        self.scored += tokens.len() as u32;
+        if !tokens.is_empty() {
+            self.emitted_at = now;
+            self.todo.push_back(Effect::EmitScored(tokens));
+        }
     }
 
     fn judge(&mut self, on: Subject, outcome: Outcome) {
@@ -372,6 +408,13 @@ impl Choice {
     fn tell(&mut self, input: Input, now: Instant) {
         let mut said = std::mem::take(&mut self.said);
         self.machine.step(input, &mut said);
+        // The answer begins when all of the prompt is scored.
+        if (self.scored as usize) < self.request.prompt.len() && said.iter().any(|a| matches!(a, Action::Emit(_))) {
+            said.clear();
+            let missing =
+                "a worker began the answer without log probabilities of the prompt; is it of an older version?";
+            self.machine.step(Input::Abort(Failure::new(ErrorKind::Internal, missing)), &mut said);
+        }
         for action in said.drain(..) {
             self.perform(action, now);
         }
@@ -429,7 +472,8 @@ impl Choice {
     fn sequence(&self, now: Instant) -> Sequence {
         let prompt_tokens = self.request.prompt.len() as u32;
         let time_left = self.request.deadline.saturating_duration_since(now);
-        Sequence { tokens: Arc::clone(&self.tokens), prompt_tokens, time_left }
+        let scored = self.scored < prompt_tokens;
+        Sequence { tokens: Arc::clone(&self.tokens), prompt_tokens, scored, time_left }
     }
 
     /// The prompt, and the answer as far as the client has it.

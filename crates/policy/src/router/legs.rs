@@ -15,6 +15,8 @@ pub enum DecodeWord {
         /// Where a prefill worker may write. Opaque bytes.
         target: Vec<u8>,
     },
+    /// Tokens of the prompt with their log probabilities, in order.
+    Scored(Vec<TokenOut>),
     /// A token.
     Token(TokenOut),
     /// The decode worker computes the prompt itself.
@@ -29,6 +31,8 @@ pub enum DecodeWord {
 /// A message of a prefill worker.
 #[derive(Clone, PartialEq, Debug)]
 pub enum PrefillWord {
+    /// Tokens of the prompt with their log probabilities, in order.
+    Scored(Vec<TokenOut>),
     /// The token it sampled.
     FirstToken {
         /// The token. Its index is the number of answer tokens that the stream was opened with.
@@ -134,21 +138,23 @@ impl LegEnd {
     }
 }
 
-/// The message as an input of the machine.
-pub(super) fn decode_said(word: DecodeWord) -> Input {
-    match word {
+/// The message as an input of the machine, which knows nothing of scores.
+pub(super) fn decode_said(word: DecodeWord) -> Option<Input> {
+    Some(match word {
         DecodeWord::Reserved { .. } => Input::Reserved,
+        DecodeWord::Scored(_) => return None,
         DecodeWord::Token(token) => Input::Token(token),
         DecodeWord::Started { cached_tokens } => Input::Started { cached_tokens },
         DecodeWord::Finished(reason) => Input::Finished(reason),
-    }
+    })
 }
 
-pub(super) fn prefill_said(word: PrefillWord) -> Input {
-    match word {
+pub(super) fn prefill_said(word: PrefillWord) -> Option<Input> {
+    Some(match word {
+        PrefillWord::Scored(_) => return None,
         PrefillWord::FirstToken { token, finish, cached_tokens } => Input::FirstToken { token, finish, cached_tokens },
         PrefillWord::Transferred => Input::Transferred,
-    }
+    })
 }
 
 /// The end of a decode stream as an input of the machine. `awaiting_kv`: the last message was a reservation.

@@ -120,6 +120,7 @@ fn effect(effect: &Effect) -> String {
             Ok(SeqId(seq)) => format!("Accepted {seq}"),
             Err(refused) => format!("Refused ({refused})"),
         },
+        Effect::Say(_, Answer::Scored(tokens)) => format!("Say Scored {}", tokens.len()),
         Effect::Say(_, Answer::Token(token)) => format!("Say Token {}", token.index),
         Effect::Say(_, Answer::Failed(kind, _)) => format!("Say Failed {kind:?}"),
         Effect::Say(_, answer) => format!("Say {answer:?}"),

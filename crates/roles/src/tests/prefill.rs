@@ -84,6 +84,7 @@ fn effect(effect: &Effect) -> String {
         Effect::Say(_, Answer::FirstToken { token, finish, .. }) => {
             format!("Say FirstToken {} {finish:?}", token.index)
         }
+        Effect::Say(_, Answer::Scored(tokens)) => format!("Say Scored {}", tokens.len()),
         Effect::Say(_, Answer::Transferred(stats)) => format!("Say Transferred {}", stats.bytes),
         Effect::Say(_, Answer::Failed(kind, _)) => format!("Say Failed {kind:?}"),
         Effect::Complete { seq, tail } => format!("Complete {} with {} bytes", seq.0, tail.len()),

@@ -96,7 +96,8 @@ impl World {
     /// The token that every worker samples at an index, and the finish reason if the answer ends with it.
     fn sample(&self, sequence: &v1::Sequence, index: usize) -> (v1::Token, Option<v1::FinishReason>) {
         let sampling = sequence.sampling.as_ref().unwrap();
-        let answer = &self.answers[sampling.seed as usize % self.answers.len()];
+        let which = sampling.seed as usize % self.answers.len();
+        let answer = &self.answers[which];
         let id = answer[index.min(answer.len() - 1)];
         let finish = if sampling.stop_token_ids.contains(&id) {
             Some(v1::FinishReason::Stop)
@@ -111,7 +112,8 @@ impl World {
                 .collect(),
             None => Vec::new(),
         };
-        let logprob = sampling.top_logprobs.map(|_| -0.25);
+        // The later an answer is in the list, the likelier it is.
+        let logprob = sampling.top_logprobs.map(|_| -0.25 / (1 + which) as f32);
         let logits_digest = sampling.top_logprobs.map(|_| digest_at(index));
         (v1::Token { index: index as u32, id, logprob, top, logits_digest }, finish)
     }
@@ -391,6 +393,20 @@ impl DecodeRun {
     }
 }
 
+/// The prompt's tokens with their log probabilities, if they are asked for: -0.5, and twice as much for another token.
+fn scores(sequence: &v1::Sequence) -> Option<v1::Scored> {
+    let top = sequence.sampling.as_ref()?.prompt_logprobs?;
+    let prompt = &sequence.tokens[..sequence.prompt_tokens as usize];
+    let score = |(index, &id): (u32, &u32)| v1::Token {
+        index,
+        id,
+        logprob: Some(-0.5),
+        top: (0..top).map(|i| v1::TopLogprob { id: b'x'.into(), logprob: -1.0 - i as f32 }).collect(),
+        logits_digest: Some(1),
+    };
+    Some(v1::Scored { tokens: (0..).zip(prompt).skip(1).map(score).collect() })
+}
+
 #[tonic::async_trait]
 impl v1::prefill_server::Prefill for Service {
     type RunStream = Events<v1::PrefillEvent>;
@@ -406,6 +422,10 @@ impl v1::prefill_server::Prefill for Service {
         let (out, events) = mpsc::channel(1);
         tokio::spawn(async move {
             let index = sequence.tokens.len() - sequence.prompt_tokens as usize;
+            if let Some(scored) = scores(&sequence) {
+                let event = Some(PrefillEvent::Scored(scored));
+                let _ = out.send(Ok(v1::PrefillEvent { event })).await;
+            }
             let (token, finish) = shared.world.sample(&sequence, index);
             let first = v1::FirstToken { token: Some(token), finish: finish.map(Into::into), cached_tokens: 1 };
             let say = async |event| out.send(Ok(v1::PrefillEvent { event: Some(event) })).await;

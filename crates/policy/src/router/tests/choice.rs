@@ -287,3 +287,47 @@ fn workers_at_whose_address_nobody_listens_cost_no_attempt() {
     let effects = scene.step(local(D1));
     assert!(matches!(effects[..], [Effect::OpenDecode { worker: D1, .. }]), "{effects:?}");
 }
+
+/// Tokens of the prompt `[7, 8, 9, 10]` from these positions, as scores.
+fn scores(positions: std::ops::Range<u32>) -> Vec<TokenOut> {
+    positions.map(|index| TokenOut { index, id: 7 + index, logprob: Some(-1.0), ..TokenOut::default() }).collect()
+}
+
+fn scene_with_scores() -> Scene {
+    let mut scene = Scene::of(&[7, 8, 9, 10], true, Patience { first_token: 2 * DEADLINE, token: 2 * DEADLINE });
+    scene.step(split(D1, P1));
+    scene.step(reserved());
+    scene
+}
+
+#[test]
+fn each_score_is_given_once_also_after_a_failure() {
+    let said = |tokens| ChoiceInput::PrefillSaid(PrefillWord::Scored(tokens));
+    let mut scene = scene_with_scores();
+    assert_eq!(scene.step(said(scores(1..3))), [Effect::EmitScored(scores(1..3))]);
+    let effects = scene.step(ChoiceInput::PrefillEnded(lost(true)));
+    assert!(recovering(&effects).is_some());
+    let mut effects = Vec::new();
+    for input in [split(D1, P2), reserved()] {
+        effects.extend(scene.step(input));
+    }
+    let asks = |e: &Effect| matches!(e, Effect::OpenPrefill { sequence, .. } if sequence.scored);
+    assert!(effects.iter().any(asks), "{effects:?}");
+    assert_eq!(scene.step(said(scores(1..2))), []);
+    assert_eq!(scene.step(said(scores(2..4))), [Effect::EmitScored(scores(3..4))]);
+    assert!(scene.step(first(0)).contains(&Effect::Emit(out(0))));
+}
+
+#[test]
+fn an_answer_does_not_begin_without_the_scores_that_were_asked_for() {
+    let said = |tokens| ChoiceInput::PrefillSaid(PrefillWord::Scored(tokens));
+    let failed = |effects: &[Effect]| matches!(effects.last(), Some(Effect::Fail(failure)) if failure.kind == ErrorKind::Internal);
+    let mut scene = scene_with_scores();
+    assert_eq!(scene.step(token(1)), [], "the decode stream may be ahead");
+    assert!(failed(&scene.step(first(0))));
+    let mut scene = scene_with_scores();
+    assert!(failed(&scene.step(said(scores(2..3)))), "a gap");
+    let mut scene = scene_with_scores();
+    let other = vec![TokenOut { id: 5, ..scores(1..2).remove(0) }];
+    assert!(failed(&scene.step(said(other))), "another prompt");
+}

@@ -83,11 +83,16 @@ impl Scene {
     }
 
     fn with(patience: Patience) -> Scene {
+        Scene::of(&[1, 2], false, patience)
+    }
+
+    fn of(prompt: &[u32], scored: bool, patience: Patience) -> Scene {
         let now = Instant::now();
         let new = NewRequest {
-            prompt: vec![1, 2].into(),
+            prompt: prompt.into(),
             names: Vec::new().into(),
             cache_salt: String::new(),
+            scored,
             limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
             deadline: now + DEADLINE,
             patience,

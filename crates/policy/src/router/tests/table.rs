@@ -89,6 +89,7 @@ fn effect(effect: &Effect) -> String {
         Effect::DropDecode => "DropDecode".into(),
         Effect::DropPrefill => "DropPrefill".into(),
         Effect::Emit(t) => format!("Emit {}", t.index),
+        Effect::EmitScored(tokens) => format!("EmitScored {}", tokens.len()),
         Effect::Recovering { leg, cause } => format!("Recovering {} ({:?})", leg.as_str(), cause.kind),
         Effect::Judge(Verdict { on, outcome: Outcome::Failed, .. }) => format!("Blame {on}"),
         Effect::Judge(Verdict { on, outcome: Outcome::Worked(_), .. }) => format!("Praise {on}"),

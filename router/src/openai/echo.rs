@@ -1,0 +1,52 @@
+//! Prompts that are sent before their answers.
+
+use std::sync::Arc;
+
+use baton_types::TokenOut;
+
+use super::answer::Part;
+use crate::model::ServedModel;
+use crate::sink::Piece;
+
+/// One prompt as its answers repeat it.
+#[derive(Clone, Debug)]
+pub(crate) struct Echo {
+    ids: Arc<[u32]>,
+    text: String,
+    /// Characters of `text` before each token.
+    offsets: Vec<u32>,
+}
+
+impl Echo {
+    pub fn new(model: &ServedModel, ids: &Arc<[u32]>) -> Echo {
+        let mut stream = model.text_stream(false);
+        let (mut text, mut offsets, mut chars) = (String::new(), Vec::with_capacity(ids.len()), 0);
+        for &id in &ids[..] {
+            offsets.push(chars);
+            let piece = stream.push(id);
+            chars += piece.chars().count() as u32;
+            text += &piece;
+        }
+        text += &stream.finish();
+        Echo { ids: Arc::clone(ids), text, offsets }
+    }
+
+    /// What comes before anything else of an answer. With log probabilities that is also the first token, which has none.
+    pub fn opening(&self, choice: u32, logprobs: bool) -> Part {
+        let first = self.ids.first().filter(|_| logprobs);
+        let scored = first.map(|&id| Piece { token: TokenOut { id, ..TokenOut::default() }, offset: 0 });
+        Part { choice, text: self.text.clone(), scored: scored.into_iter().collect(), ..Part::default() }
+    }
+
+    /// A token of the prompt and its place in the text.
+    pub fn piece(&self, token: TokenOut) -> Piece {
+        let offset = self.offsets.get(token.index as usize).copied().unwrap_or_default();
+        Piece { token, offset }
+    }
+
+    /// The same token of the answer, with the prompt before it.
+    pub fn after(&self, piece: Piece) -> Piece {
+        let prompt = self.text.chars().count() as u32;
+        Piece { offset: piece.offset + prompt, ..piece }
+    }
+}
