@@ -55,7 +55,7 @@ pub fn command() -> Command {
 /// Sends the question and prints the answer.
 pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let text = |name: &str| matches.get_one::<String>(name).cloned();
-    let message = |role: &str, content| v1::ChatMessage { role: role.to_owned(), content };
+    let message = |role: &str, content| v1::ChatMessage { role: role.to_owned(), content, ..Default::default() };
     let messages = text("system").map(|s| message("system", s)).into_iter();
     let messages = messages.chain(text("message").map(|m| message("user", m))).collect();
     let limit = matches.get_one::<u32>("max-tokens").copied();
@@ -63,7 +63,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let sampling =
         v1::Sampling { max_tokens: limit, temperature: matches.get_one("temperature").copied(), ..Default::default() };
     let request = v1::GenerateRequest {
-        input: Some(Input::Chat(v1::Chat { messages })),
+        input: Some(Input::Chat(v1::Chat { messages, ..Default::default() })),
         sampling: Some(sampling),
         ..Default::default()
     };
@@ -100,6 +100,8 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let mut stream = client.generate(request).await.map_err(failed)?.into_inner();
     let (mut out, mut told) = (std::io::stdout(), 0);
     while let Some(part) = stream.message().await.map_err(failed)? {
+        // What the model thinks is no part of the answer.
+        eprint!("{}", part.reasoning);
         out.write_all(part.text.as_bytes())?;
         out.flush()?;
         told += part.tokens.len();

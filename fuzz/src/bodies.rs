@@ -20,6 +20,8 @@ use crate::signature;
 
 /// Bit of an input's first byte: the rest is edits of a body.
 const EDITED: u8 = 0x80;
+/// The body is one of /v1/responses.
+const RESPONSES: u8 = 0x40;
 
 /// Chat templates: one without tools, and two with different tool syntaxes.
 const TEMPLATES: [&str; 3] = [
@@ -53,7 +55,11 @@ fn routers() -> Routers {
 
 impl Routers {
     fn send(&self, which: u8, body: &[u8]) -> Result<Checked, RequestError> {
-        let endpoint = if which.is_multiple_of(2) { Endpoint::Chat } else { Endpoint::Completions };
+        let endpoint = match which & RESPONSES != 0 {
+            true => Endpoint::Responses,
+            false if which.is_multiple_of(2) => Endpoint::Chat,
+            false => Endpoint::Completions,
+        };
         self.runtime.block_on(read(endpoint, body, &self.models[usize::from(which / 2) % self.models.len()]))
     }
 }
@@ -155,6 +161,21 @@ fn bodies() -> impl Iterator<Item = (u8, Value)> {
     );
     let prompts = [json!("Once"), json!(["a", "b"]), json!([1, 2, 3]), json!([[1], [2, 3]]), json!([])];
     seeds.extend(prompts.map(|of| (1, prompt(of))));
+    let part = |kind: &str, text: &str| json!([{"type": kind, "text": text}]);
+    let items = json!([
+        {"role": "user", "content": part("input_text", "hi")},
+        {"type": "reasoning", "summary": [], "content": part("reasoning_text", "hm")},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+    ]);
+    let form = json!({"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}});
+    let tool = json!([{"type": "function", "name": "f", "parameters": {"type": "object"}}]);
+    let responses = [
+        json!({"input": "hi", "instructions": "Be brief.", "max_output_tokens": 5, "top_logprobs": 1}),
+        json!({"input": items, "text": form}),
+        json!({"input": "hi", "tools": tool, "tool_choice": {"type": "function", "name": "f"}, "stream": true}),
+    ];
+    seeds.extend(responses.map(|body| (RESPONSES, body)));
     seeds.into_iter()
 }
 

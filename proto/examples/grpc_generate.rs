@@ -9,9 +9,9 @@ async fn main() -> anyhow::Result<()> {
     let prompt = std::env::args().nth(1).unwrap_or_else(|| "Why is the sky blue?".to_owned());
     let target = std::env::var("BATON_GRPC_TARGET").unwrap_or_else(|_| "http://127.0.0.1:8001".to_owned());
     let mut client = InferenceClient::connect(target).await?;
-    let message = v1::ChatMessage { role: "user".to_owned(), content: prompt };
+    let message = v1::ChatMessage { role: "user".to_owned(), content: prompt, ..Default::default() };
     let request = v1::GenerateRequest {
-        input: Some(Input::Chat(v1::Chat { messages: vec![message] })),
+        input: Some(Input::Chat(v1::Chat { messages: vec![message], ..Default::default() })),
         // The same seed gives the same answer, whatever the route.
         sampling: Some(v1::Sampling { max_tokens: Some(128), seed: Some(1), ..v1::Sampling::default() }),
         ..v1::GenerateRequest::default()

@@ -53,10 +53,11 @@ baton_runtime::config! {
         /// Serves the embedded registry at the gRPC API's address, too, for workers that were started before there was --internal. Then
         /// every client can register a worker. It goes with the next version.
         registry_on_grpc: bool = false,
-        /// The model to serve: a path, a name, org/name on the hub, or random:NAME.
-        /// The router reads only its tokenizer and chat template.
+        /// The models to serve, separated by commas, each as a path, a name, org/name on the hub, or random:NAME.
+        /// The router reads only their tokenizers and chat templates. A worker has one model, and gets the requests for that.
         model: String = "smollm2".to_owned(),
-        /// Name by which clients ask for the model.
+        /// Names by which clients ask for the model, separated by commas; the first is the one that answers carry. Those of several models
+        /// are separated by semicolons, in the order of model.
         /// Default: the value of model or, if that is a path, the file's name without its ending.
         served_name: Option<String> = None,
         /// How to sample where a request does not say: model (as its makers advise: generation_config.json, general.sampling of a GGUF file, or

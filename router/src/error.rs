@@ -34,6 +34,17 @@ pub enum RouterError {
         /// The two flags.
         flags: (&'static str, &'static str),
     },
+    /// No model is to be served.
+    #[error("model is empty; it must name at least one model")]
+    NoModel,
+    /// Clients could not say which of two models they mean.
+    #[error(
+        "two models have the name {name:?}; give each its own with served_name: names separated by commas, models by semicolons"
+    )]
+    SameName {
+        /// The name.
+        name: String,
+    },
     /// Clients need keys, or workers certificates, and the registry where clients are needs neither.
     #[error(
         "registry_on_grpc cannot be used together with keys_file or tls_cert: without a key or a certificate, clients could register workers and \
@@ -71,6 +82,8 @@ impl BatonError for RouterError {
             RouterError::Zero { .. }
             | RouterError::BodyMemory { .. }
             | RouterError::SameAddress { .. }
+            | RouterError::NoModel
+            | RouterError::SameName { .. }
             | RouterError::OpenRegistry
             | RouterError::Keys { .. } => ErrorKind::InvalidArgument,
             RouterError::Reflection(_) | RouterError::Interrupted(_) => ErrorKind::Internal,

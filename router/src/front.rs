@@ -16,12 +16,11 @@ use crate::error::RequestError;
 use crate::gate::Gate;
 use crate::input::GenerateInput;
 use crate::keys::KeyRing;
-use crate::model::ServedModel;
+use crate::models::{Models, Served};
 use crate::record::Record;
 use crate::sink::{Event, EventKind, Sink, Way, broken_off};
 use crate::stop::StopMatcher;
 use crate::tenant::{Pass, Tenant};
-use crate::worker::Workers;
 
 /// Events that may wait for a client; a full channel holds back the workers' streams (I5).
 const EVENTS: usize = 64;
@@ -35,8 +34,7 @@ const MAX_SLOTS: usize = 1 << 24;
 
 /// The state that both front doors share.
 pub(crate) struct Front {
-    pub model: Arc<ServedModel>,
-    pub workers: Arc<Workers>,
+    pub models: Arc<Models>,
     pub shutdown: Shutdown,
     pub request_timeout: Duration,
     pub max_attempts: u32,
@@ -49,8 +47,6 @@ pub(crate) struct Front {
     max_inflight: usize,
     slots: Arc<Semaphore>,
     keys: Option<Arc<KeyRing>>,
-    /// Where tenants' requests wait for their turn.
-    gate: Option<Arc<Gate>>,
 }
 
 /// Settings of the front doors.
@@ -108,6 +104,8 @@ impl Slot {
 
 /// A running request. Dropping it cancels every choice at once.
 pub(crate) struct Generation {
+    /// The model that answers.
+    pub served: Served,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
     /// Answers per prompt; choice `c` answers prompt `c / n`.
@@ -122,20 +120,12 @@ pub(crate) struct Generation {
 
 impl Front {
     /// A front with no requests yet.
-    pub fn new(
-        model: Arc<ServedModel>,
-        workers: Arc<Workers>,
-        shutdown: Shutdown,
-        limits: FrontLimits,
-        keys: Option<Arc<KeyRing>>,
-    ) -> Front {
+    pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
         let FrontLimits { request_timeout, max_attempts, patience, keep_alive, send_timeout, .. } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
-        let gate = keys.as_ref().map(|_| Gate::new(Arc::clone(&workers)));
         Front {
-            model,
-            workers,
+            models,
             shutdown,
             request_timeout,
             max_attempts,
@@ -147,7 +137,6 @@ impl Front {
             max_inflight,
             slots,
             keys,
-            gate,
         }
     }
 
@@ -159,13 +148,7 @@ impl Front {
     /// Why requests are refused now; None when they are accepted.
     pub fn not_ready(&self) -> Option<String> {
         let draining = self.shutdown.is_draining().then(|| "draining".to_owned());
-        draining.or_else(|| self.workers.not_ready())
-    }
-
-    /// Longest sequence that clients can ask for now, tokens: the shortest of the workers' settings, or the model's own context
-    /// while no worker is known.
-    pub fn context_tokens(&self) -> u32 {
-        self.workers.capacity().context().unwrap_or(self.model.context_tokens())
+        draining.or_else(|| self.models.not_ready())
     }
 
     /// Counts a request that was refused before any work was done.
@@ -201,7 +184,9 @@ impl Front {
         if self.shutdown.is_draining() {
             return Err(RequestError::new(ErrorKind::Unavailable, "the router is stopping; ask another one"));
         }
-        input.check(&self.model)?;
+        let served = self.models.named(&input.model)?.clone();
+        let Served { model, workers, gate } = &served;
+        input.check(model)?;
         let tenant = input.tenant.clone();
         if let Some(tenant) = &tenant {
             input.standing = tenant.standing(input.standing)?;
@@ -212,7 +197,7 @@ impl Front {
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let (calls, only_prompt) = (input.tools.is_some(), input.only_prompt);
         let choices = input.choices();
-        let planned = input.plan(&self.model, self.workers.capacity()).await?;
+        let planned = input.plan(model, workers.capacity()).await?;
         let permit = match (permit, tenant.as_deref()) {
             (None, Some(tenant)) => self.make_room(choices, tenant).await?,
             (None, None) => return Err(self.full()),
@@ -231,7 +216,7 @@ impl Front {
                 let sink = Sink::new(Way {
                     choice,
                     stop_ids: sampling.stop_token_ids.clone(),
-                    text: self.model.text_stream(calls),
+                    text: model.text_stream(calls),
                     stop: StopMatcher::new(stop.clone()),
                     min_tokens: sampling.min_tokens,
                     prompt_tokens: plan.prompt.len() as u32,
@@ -248,9 +233,9 @@ impl Front {
                 let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
                 let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts, patience };
                 let tokens = std::mem::replace(&mut tokens, 1);
-                let line = tenant.as_ref().zip(self.gate.as_ref());
+                let line = tenant.as_ref().zip(gate.as_ref());
                 let line = line.map(|(tenant, gate)| gate.line_up(tenant, job.standing.priority, tokens, choices == 1));
-                let driver = Driver::new(job, Arc::clone(&self.workers), self.shutdown.clone(), sink);
+                let driver = Driver::new(job, Arc::clone(workers), self.shutdown.clone(), sink);
                 let slot = slot.clone();
                 tokio::spawn(async move {
                     driver.run(line).await;
@@ -261,18 +246,22 @@ impl Front {
             prompts.push(plan.prompt);
         }
         let open = vec![true; choice as usize];
-        Ok(Generation { prompts, n, events, open, only_prompt, failure, slot })
+        Ok(Generation { served, prompts, n, events, open, only_prompt, failure, slot })
     }
 
-    /// Where tenants' requests wait for their turn; None where clients need no key.
-    pub fn gate(&self) -> Option<&Arc<Gate>> {
-        self.gate.as_ref()
+    /// Where tenants' requests wait for their turn, for each model.
+    fn gates(&self) -> impl Iterator<Item = &Arc<Gate>> {
+        self.models.all().filter_map(|served| served.gate.as_ref())
+    }
+
+    fn has_line(&self) -> bool {
+        self.gates().any(|gate| gate.has_line())
     }
 
     /// Fails while every slot is taken, and nobody waits who might have to give one up.
     pub fn has_room(&self) -> Result<(), RequestError> {
         match self.slots.available_permits() {
-            0 if !self.gate.as_ref().is_some_and(|gate| gate.has_line()) => Err(self.full()),
+            0 if !self.has_line() => Err(self.full()),
             _ => Ok(()),
         }
     }
@@ -282,14 +271,14 @@ impl Front {
     fn admit(&self, choices: u32, tenant: bool) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
         match Arc::clone(&self.slots).try_acquire_many_owned(choices) {
             Ok(permit) => Ok(Some(permit)),
-            Err(_) if tenant && self.gate.as_ref().is_some_and(|gate| gate.has_line()) => Ok(None),
+            Err(_) if tenant && self.has_line() => Ok(None),
             Err(_) => Err(self.full()),
         }
     }
 
     /// Slots of requests that wait, of tenants that have more of them than this one.
     async fn make_room(&self, choices: u32, tenant: &Tenant) -> Result<OwnedSemaphorePermit, RequestError> {
-        if !self.gate.as_ref().is_some_and(|gate| gate.make_room(tenant, choices)) {
+        if !self.gates().any(|gate| gate.make_room(tenant, choices)) {
             return Err(self.full());
         }
         // Those that were turned away give up their slots as soon as they have told their clients.

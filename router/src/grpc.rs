@@ -4,7 +4,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_model_text::{ChatMessage, TemplateOptions};
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
 use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams};
@@ -13,14 +12,18 @@ use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
+use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
 use crate::input::{GenerateInput, Standing};
+use crate::models::{Defaults, Served};
+use crate::openai::{Reader, Said};
 use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
 use crate::tenant::Tenant;
+use crate::tools::Call;
 
 /// Longest request id of a client, bytes. Longer ones are refused.
 const MAX_ID: usize = 128;
@@ -52,11 +55,21 @@ impl v1::inference_server::Inference for Inference {
         let received = Instant::now();
         let deadline = self.front.deadline(received, client_timeout(request.metadata()));
         let input = self.tenant(request.metadata()).and_then(|tenant| {
-            let input = read(request.into_inner(), received, deadline, self.front.model.defaults())?;
+            let input = read(request.into_inner(), received, deadline, &self.front.models.defaults())?;
             Ok(GenerateInput { tenant, ..input })
         });
         let input = input.inspect_err(|e| self.front.refused(e));
-        let mut generation = self.front.generate(input.map_err(|e| status(&e))?).await.map_err(|e| status(&e))?;
+        let input = input.map_err(|e| status(&e))?;
+        let (tools, chat) = (input.tools.clone(), matches!(input.prompts[..], [Prompt::Chat(..)]));
+        let may_think = chat && !input.is_forced();
+        let mut generation = self.front.generate(input).await.map_err(|e| status(&e))?;
+        let model = &generation.served.model;
+        let prompt = generation.prompts.first().filter(|_| may_think);
+        let mut reader = Reader::new(
+            prompt.and_then(|prompt| model.reasoning(prompt)),
+            false,
+            tools.map(|tools| model.tool_parser(&tools)),
+        );
         let slot = generation.slot();
         let answers: Answers = Box::pin(async_stream::stream! {
             let mut sent = 0;
@@ -68,18 +81,19 @@ impl v1::inference_server::Inference for Inference {
                         let prompt = tokens.into_iter().map(Into::into).collect();
                         yield Ok(v1::GenerateResponse { prompt, ..Default::default() });
                     }
-                    EventKind::Token { piece, mut text } => {
-                        let mut tokens = vec![piece.token.into()];
+                    EventKind::Token { piece, text } => {
+                        let mut response = said(reader.push(text));
+                        response.tokens.push(piece.token.into());
                         // Tokens that are there by now go out in one message.
                         next = generation.next_ready();
-                        while let Some(Event { kind: EventKind::Token { piece, text: more }, .. }) = next {
-                            tokens.push(piece.token.into());
-                            text += &more;
+                        while let Some(Event { kind: EventKind::Token { piece, text }, .. }) = next {
+                            response.tokens.push(piece.token.into());
+                            add(&mut response, reader.push(text));
                             next = generation.next_ready();
                         }
-                        let index = sent;
-                        sent += tokens.len() as u32;
-                        yield Ok(v1::GenerateResponse { index, tokens, text, ..Default::default() });
+                        response.index = sent;
+                        sent += response.tokens.len() as u32;
+                        yield Ok(response);
                     }
                     EventKind::Finished { reason, text, usage } => {
                         let usage = v1::Usage {
@@ -89,7 +103,9 @@ impl v1::inference_server::Inference for Inference {
                         };
                         let reason = v1::FinishReason::from(reason).into();
                         let finish = Some(v1::Finish { reason, usage: Some(usage) });
-                        yield Ok(v1::GenerateResponse { index: sent, text, finish, ..Default::default() });
+                        let mut response = said(reader.push(text));
+                        add(&mut response, reader.finish());
+                        yield Ok(v1::GenerateResponse { index: sent, finish, ..response });
                     }
                     EventKind::Failed(error) => yield Err(status(&error)),
                 }
@@ -110,34 +126,45 @@ impl v1::inference_server::Inference for Inference {
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         self.tenant(request.metadata()).map_err(|e| status(&e))?;
-        let model = &self.front.model;
-        let info = v1::ModelInfo {
-            id: model.id().to_owned(),
-            context_tokens: self.front.context_tokens(),
-            vocab_size: model.vocab_size(),
+        let info = |served: &Served| v1::ModelInfo {
+            id: served.model.id().to_owned(),
+            context_tokens: served.context_tokens(),
+            vocab_size: served.model.vocab_size(),
+            aliases: served.model.ids().iter().skip(1).cloned().collect(),
         };
-        Ok(Response::new(v1::ListModelsResponse { models: vec![info] }))
+        Ok(Response::new(v1::ListModelsResponse { models: self.front.models.all().map(info).collect() }))
     }
+}
+
+/// A message with what a choice said.
+fn said(said: Said) -> v1::GenerateResponse {
+    let mut response = v1::GenerateResponse::default();
+    add(&mut response, said);
+    response
+}
+
+fn add(response: &mut v1::GenerateResponse, said: Said) {
+    let Said { reasoning, text, calls } = said;
+    response.text += &text;
+    response.reasoning += &reasoning;
+    let call = |Call { id, name, arguments, .. }| v1::ToolCall { id, name, arguments };
+    response.tool_calls.extend(calls.into_iter().map(call));
 }
 
 fn read(
     request: v1::GenerateRequest,
     received: Instant,
     deadline: Instant,
-    defaults: &SamplingParams,
+    defaults: &Defaults,
 ) -> Result<GenerateInput, RequestError> {
+    let mut tools = None;
     let prompt = match request.input {
         Some(Input::Text(text)) => Prompt::Text(text),
         Some(Input::TokenIds(ids)) => Prompt::Ids(ids.ids),
-        Some(Input::Chat(chat)) if chat.messages.is_empty() => {
-            return Err(RequestError::invalid(
-                "chat.messages",
-                "chat.messages is empty; it must have at least one message",
-            ));
-        }
         Some(Input::Chat(chat)) => {
-            let messages = chat.messages.into_iter().map(|m| ChatMessage::new(m.role, m.content)).collect();
-            Prompt::Chat(messages, TemplateOptions::new())
+            let (prompt, asked) = conversation::read(chat)?;
+            tools = asked;
+            prompt
         }
         None => return Err(RequestError::invalid("input", "input is missing; set text, token_ids or chat")),
     };
@@ -149,6 +176,7 @@ fn read(
         true => format!("gen-{:016x}", random_u64()),
         false => request.request_id,
     };
+    let defaults = defaults.of(&request.model);
     let mut asked = request.sampling.unwrap_or_default();
     let only_prompt = asked.max_tokens == Some(0) && asked.prompt_logprobs.is_some();
     let field = "sampling.constraint";
@@ -162,10 +190,10 @@ fn read(
         only_prompt,
         seed: asked.seed,
         ignore_eos: asked.ignore_eos,
-        sampling: sampling(asked, defaults.clone()),
+        sampling: sampling(asked, defaults),
         stop: request.stop,
         wanted: constraint.map(|constraint| Wanted { field, constraint: constraint.into() }),
-        tools: None,
+        tools,
         standing: Standing {
             cache_salt: request.cache_salt,
             priority: request.priority,

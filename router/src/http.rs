@@ -16,7 +16,10 @@ use tokio::time::Instant;
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
 use crate::input::{GenerateInput, Standing};
-use crate::openai::{self, Answer, Asked, Echo, Envelope, ErrorBody, Model, ModelList, Shape, UsageSum};
+use crate::models::Served;
+use crate::openai::{
+    self, Answer, Asked, Echo, Endpoint, Envelope, ErrorBody, Model, ModelList, Reader, Shape, UsageSum,
+};
 use crate::random::random_u64;
 use crate::sink::{EventKind, broken_off};
 use crate::sse;
@@ -38,11 +41,13 @@ pub(crate) fn routes(front: Arc<Front>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completions))
+        .route("/v1/responses", post(responses))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
         .route("/version", get(version))
+        .route("/openapi.json", get(|| async { Json(openai::document()) }))
         .route("/health", get(|| async { "alive\n" }))
         .route("/ready", get(ready))
         .fallback(no_route)
@@ -51,24 +56,28 @@ pub(crate) fn routes(front: Arc<Front>) -> Router {
 }
 
 async fn chat(State(door): State<Door>, request: Request) -> Response {
-    serve(door.front, request, Shape::Chat).await
+    serve(door.front, request, Endpoint::Chat).await
 }
 
 async fn completions(State(door): State<Door>, request: Request) -> Response {
-    serve(door.front, request, Shape::Text).await
+    serve(door.front, request, Endpoint::Completions).await
+}
+
+async fn responses(State(door): State<Door>, request: Request) -> Response {
+    serve(door.front, request, Endpoint::Responses).await
 }
 
 /// Handles one request from start to end.
-async fn serve(front: Arc<Front>, request: Request, shape: Shape) -> Response {
+async fn serve(front: Arc<Front>, request: Request, endpoint: Endpoint) -> Response {
     let received = Instant::now();
-    let id = request_id(request.headers(), shape);
+    let id = request_id(request.headers(), endpoint);
     let deadline = front.deadline(received, None);
     let tenant = tenant(&front, request.headers()).inspect_err(|error| front.refused(error));
     let answered = match tenant.clone() {
         Ok(tenant) => {
-            let defaults = front.model.defaults().clone();
+            let defaults = front.models.defaults();
             let envelope = Envelope { request_id: RequestId(id.clone()), tenant, received, deadline, defaults };
-            answer(front, request.into_body(), shape, envelope).await
+            answer(front, request.into_body(), endpoint, envelope).await
         }
         Err(error) => Err(error),
     };
@@ -102,7 +111,12 @@ fn rate_limits(headers: &mut HeaderMap, tenant: &Tenant) {
     }
 }
 
-async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope) -> Result<Response, RequestError> {
+async fn answer(
+    front: Arc<Front>,
+    body: Body,
+    endpoint: Endpoint,
+    envelope: Envelope,
+) -> Result<Response, RequestError> {
     let id = envelope.request_id.0.clone();
     let read = async {
         // Refused before its body costs anything. The place itself is taken later, since a body may take a minute to arrive.
@@ -110,34 +124,41 @@ async fn answer(front: Arc<Front>, body: Body, shape: Shape, envelope: Envelope)
         envelope.tenant.as_ref().map_or(Ok(()), |tenant| tenant.has_room())?;
         let body = front.bodies.read(body).await?;
         match body.bytes.len() {
-            ..LARGE => openai::read(shape, &body.bytes, envelope),
-            _ => tokio::task::spawn_blocking(move || openai::read(shape, &body.bytes, envelope))
+            ..LARGE => openai::read(endpoint, &body.bytes, envelope),
+            _ => tokio::task::spawn_blocking(move || openai::read(endpoint, &body.bytes, envelope))
                 .await
                 .unwrap_or_else(|_| Err(broken_off())),
         }
     };
-    let (input, asked): (GenerateInput, Asked) = match read.await {
+    let (input, asked, frame): (GenerateInput, Asked, _) = match read.await {
         Ok(read) => read,
         Err(error) => {
             front.refused(&error);
             return Err(error);
         }
     };
-    let parser = input.tools.as_ref().map(|tools| front.model.tool_parser(tools));
-    let generation = front.generate(input).await?;
-    let echo = |ids| Echo::new(&front.model, ids);
+    let tools = input.tools.clone();
+    let may_think = endpoint.shape() == Shape::Chat && !input.is_forced();
+    let generation = front.generate(input).await.map_err(|error| endpoint.reworded(error))?;
+    // Of a chat, which is one prompt.
+    let Served { model, workers, .. } = &generation.served;
+    let parser = tools.map(|tools| model.tool_parser(&tools));
+    let prompt = generation.prompts.first().filter(|_| may_think);
+    let reasoning = prompt.and_then(|prompt| model.reasoning(prompt));
+    let echo = |ids| Echo::new(model, ids);
     let echoes = generation.prompts.iter().filter(|_| asked.echo).map(echo).collect();
     let answer = Answer {
-        shape,
+        shape: endpoint.shape(),
         id,
         created: unix_seconds(),
-        model: Arc::clone(&front.model),
-        fingerprint: format!("fp_{:016x}", front.workers.fingerprint()),
+        model: Arc::clone(model),
+        fingerprint: format!("fp_{:016x}", workers.fingerprint()),
         asked,
         prompts: generation.prompts.clone(),
         echoes,
         n: generation.n,
-        parser,
+        frame,
+        reader: Reader::new(reasoning, !asked.reasoning, parser),
     };
     match asked.stream {
         true => sse::respond(generation, answer, front.keep_alive).await,
@@ -161,26 +182,25 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
                 part.add(readers[event.choice as usize].push(text));
                 part.add(readers[event.choice as usize].finish());
                 part.finish = Some(readers[event.choice as usize].finish_reason(reason));
+                usage.thought += readers[event.choice as usize].thought();
                 usage.add(event.choice, answer.n, own);
             }
             EventKind::Failed(error) => return Err(error),
         }
     }
-    Ok(([(header::CONTENT_TYPE, "application/json")], answer.whole(parts, &usage)).into_response())
+    let body = match (&answer.frame, &parts[..]) {
+        (Some(_), [part]) => openai::whole_response(&answer, part, &usage),
+        _ => answer.whole(parts, &usage),
+    };
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
 /// The client's id for the request if it is usable, otherwise a new one.
-fn request_id(headers: &HeaderMap, shape: Shape) -> String {
+fn request_id(headers: &HeaderMap, endpoint: Endpoint) -> String {
     let given = headers.get(REQUEST_ID).and_then(|v| v.to_str().ok());
     match given.filter(|id| (1..=MAX_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic())) {
         Some(id) => id.to_owned(),
-        None => {
-            let prefix = match shape {
-                Shape::Chat => "chatcmpl",
-                Shape::Text => "cmpl",
-            };
-            format!("{prefix}-{:016x}", random_u64())
-        }
+        None => format!("{}{:016x}", endpoint.prefix(), random_u64()),
     }
 }
 
@@ -199,14 +219,18 @@ pub(crate) fn refusal(error: &RequestError) -> Response {
 
 async fn models(State(door): State<Door>, headers: HeaderMap) -> Response {
     match tenant(&door.front, &headers) {
-        Ok(_) => Json(ModelList { object: "list", data: [model_object(&door.front)] }).into_response(),
+        Ok(_) => {
+            let front = &door.front;
+            let ids = |served| served_names(served).map(move |id| model_object(front, served, id));
+            Json(ModelList { object: "list", data: front.models.all().flat_map(ids).collect() }).into_response()
+        }
         Err(error) => refusal(&error),
     }
 }
 
 async fn model(State(door): State<Door>, Path(id): Path<String>, headers: HeaderMap) -> Response {
-    match tenant(&door.front, &headers).and_then(|_| door.front.model.check_name(&id)) {
-        Ok(()) => Json(model_object(&door.front)).into_response(),
+    match tenant(&door.front, &headers).and_then(|_| door.front.models.named(&id)) {
+        Ok(served) => Json(model_object(&door.front, served, served.model.id())).into_response(),
         Err(error) => refusal(&error),
     }
 }
@@ -227,7 +251,7 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
         // The same tokens as those of the tenant's requests without a salt of their own.
         let salt =
             tenant.map(|tenant| tenant.standing(Standing::default())).transpose()?.unwrap_or_default().cache_salt;
-        openai::tokenize(&body.bytes, &door.front.model, door.front.context_tokens(), &salt).await
+        openai::tokenize(&body.bytes, &door.front.models, &salt).await
     };
     answered(&door, answer.await)
 }
@@ -235,7 +259,7 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
 async fn detokenize(State(door): State<Door>, request: Request) -> Response {
     let answer = async {
         let (_, body) = small(&door, request).await?;
-        openai::detokenize(&body.bytes, &door.front.model)
+        openai::detokenize(&body.bytes, &door.front.models)
     };
     answered(&door, answer.await)
 }
@@ -254,10 +278,14 @@ async fn version() -> Response {
     Json(json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
 }
 
-fn model_object(front: &Front) -> Model<'_> {
-    let model = &front.model;
-    let max_model_len = front.context_tokens();
-    Model { id: model.id(), object: "model", created: front.started, owned_by: "baton", max_model_len }
+/// The names by which clients ask for a model.
+fn served_names(served: &Served) -> impl Iterator<Item = &str> {
+    served.model.ids().iter().map(String::as_str)
+}
+
+fn model_object<'a>(front: &Front, served: &Served, id: &'a str) -> Model<'a> {
+    let max_model_len = served.context_tokens();
+    Model { id, object: "model", created: front.started, owned_by: "baton", max_model_len }
 }
 
 async fn ready(State(door): State<Door>) -> Response {

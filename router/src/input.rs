@@ -13,7 +13,7 @@ use crate::model::ServedModel;
 use crate::prompt::{Prompt, Wanted};
 use crate::random::random_u64;
 use crate::tenant::Tenant;
-use crate::tools::Tools;
+use crate::tools::{Choice, Tools};
 
 /// Maximum choices (answers) of one request, all prompts together.
 pub(crate) const MAX_CHOICES: u32 = 128;
@@ -85,10 +85,14 @@ pub(crate) struct Planned {
 impl GenerateInput {
     /// Checks everything that needs no tokenising.
     pub fn check(&self, model: &ServedModel) -> Result<(), RequestError> {
-        model.check_name(&self.model)?;
         self.check_counts()?;
         self.check_ids(model.vocab_size())?;
         self.tools.as_ref().map_or(Ok(()), |tools| model.check_tools(tools))
+    }
+
+    /// Whether a constraint leaves an answer nothing but its own form, from its first token on.
+    pub fn is_forced(&self) -> bool {
+        self.wanted.is_some() || self.tools.as_ref().is_some_and(|tools| tools.choice != Choice::Auto)
     }
 
     /// Number of answers, all prompts together: 1 to [`MAX_CHOICES`] in a checked request.

@@ -6,12 +6,12 @@
 //! (one answer) has a driver, which carries out what the core in `baton-policy` (`Choice` and `Fleet`) decides. The router
 //! handles token ids and text, never weights, KV or a GPU.
 //!
-//! - `http`, `openai`, `sse`: the HTTP front door. `grpc`: the gRPC front door.
+//! - `http`, `openai`, `sse`: the HTTP front door. `grpc`, `conversation`: the gRPC front door.
 //! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing.
 //! - `body`: bodies of requests, limited in size, time and memory.
-//! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request.
+//! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request. `models`: which model, and whose workers.
 //! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
-//! - `tools`: functions a model may call, described in its prompt and parsed out of its answers.
+//! - `tools`: functions a model may call, described in its prompt and parsed out of its answers. `reasoning`: thoughts, split from them.
 //! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
 //! - `server`: puts the router together and starts it. `serving`: its listeners, until the last request has ended.
 
@@ -19,6 +19,7 @@
 
 mod body;
 mod config;
+mod conversation;
 mod driver;
 mod error;
 mod front;
@@ -30,10 +31,12 @@ mod input;
 mod keys;
 mod listener;
 mod model;
+mod models;
 mod openai;
 mod patient;
 mod prompt;
 mod random;
+mod reasoning;
 mod record;
 mod revocable;
 mod server;

@@ -3,27 +3,31 @@
 use std::sync::Arc;
 
 use baton_grammar::Grammars;
-use baton_model_text::{ChatTemplate, Lookup, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax};
+use baton_model_text::{ChatTemplate, Lookup, THOUGHTS, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax};
 use baton_runtime::{Bytes, metrics as names};
 use baton_types::{Constraint, ErrorKind, SamplingParams};
 use metrics::counter;
 
 use crate::error::RequestError;
 use crate::prompt::{Prompt, Wanted};
+use crate::reasoning::Reasoning;
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
 
 /// Most text, in bytes, that is tokenised inline. More goes to a blocking thread, so that it delays no stream.
 const INLINE_BYTES: usize = 4 << 10;
 /// Longest text, in bytes, that is rendered from messages, or looked up among texts seen before, inline.
 const INLINE_TEXT: usize = 32 << 10;
+/// Tokens at the end of a prompt that are looked at for the beginning of thoughts.
+const TAIL: usize = 8;
 /// Memory for tokens of texts seen before, unless it is set.
 pub(crate) const TOKEN_CACHE: Bytes = Bytes(64 << 20);
 
-/// The one model a router serves.
+/// A model that a router serves.
 #[derive(Debug)]
 pub struct ServedModel {
     model: TextModel,
-    id: String,
+    /// The names by which clients ask for it, at least one; the first is the one that answers carry.
+    names: Vec<String>,
     grammars: Arc<Grammars>,
     seen: TokenCache,
     /// How to sample where a request does not say.
@@ -40,7 +44,13 @@ impl ServedModel {
         let call_marker = syntax.and_then(|syntax| model.tokenizer().special_id(syntax.marker()));
         let seen = TokenCache::new(TOKEN_CACHE.0);
         let defaults = model.sampling().over(SamplingParams::default());
-        ServedModel { model, id: id.into(), grammars, seen, defaults, call_marker }
+        ServedModel { model, names: vec![id.into()], grammars, seen, defaults, call_marker }
+    }
+
+    /// The same model, for which clients can also ask by these names.
+    pub fn with_aliases(mut self, aliases: impl IntoIterator<Item = String>) -> ServedModel {
+        self.names.extend(aliases);
+        self
     }
 
     /// The same model, with this much memory for tokens of texts seen before.
@@ -63,9 +73,20 @@ impl ServedModel {
         self.model.name()
     }
 
-    /// The name by which clients ask for the model.
+    /// The name that its answers carry.
     pub fn id(&self) -> &str {
-        &self.id
+        self.names.first().map_or_else(|| self.name(), String::as_str)
+    }
+
+    /// The names by which clients ask for the model.
+    pub fn ids(&self) -> &[String] {
+        &self.names
+    }
+
+    /// All names that mean the model: those for clients, and the one in its files.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        let own = Some(self.name()).filter(|name| !self.names.iter().any(|known| known == name));
+        self.names.iter().map(String::as_str).chain(own)
     }
 
     /// Longest sequence according to the model's files, tokens. Workers may be set to another length.
@@ -99,7 +120,7 @@ impl ServedModel {
         let wrong = format!(
             "the chat template of {:?} knows no tools (in the form of Hermes and Qwen, Llama 3 or Mistral); leave tools out, or \
              make the model call with tool_choice: required, or a function",
-            self.id
+            self.id()
         );
         Err(RequestError::invalid("tools", wrong).code("unsupported_parameter"))
     }
@@ -107,6 +128,14 @@ impl ServedModel {
     /// A parser that reads calls out of an answer.
     pub(crate) fn tool_parser(&self, tools: &Tools) -> ToolParser {
         tools.parser(self.tool_syntax())
+    }
+
+    /// Splits thoughts from the answer to this prompt; None if the model does not think.
+    pub(crate) fn reasoning(&self, prompt: &[u32]) -> Option<Reasoning> {
+        self.model.chat_template().filter(|template| template.thinks())?;
+        let tail = &prompt[prompt.len().saturating_sub(TAIL)..];
+        let text = self.tokenizer().decode(tail, false).unwrap_or_default();
+        Some(Reasoning::new(text.trim_end().ends_with(THOUGHTS.0)))
     }
 
     /// How the model writes calls. A model whose template knows no tools is told to use the Hermes syntax.
@@ -144,16 +173,6 @@ impl ServedModel {
         let tokenizer = self.tokenizer();
         let bytes = tokenizer.token_bytes(id).map(Vec::from).unwrap_or_default();
         (tokenizer.token_text(id).unwrap_or_default(), bytes)
-    }
-
-    /// Ok when `name` means the served model. An empty name does.
-    pub(crate) fn check_name(&self, name: &str) -> Result<(), RequestError> {
-        if name.is_empty() || name == self.id || name == self.name() {
-            return Ok(());
-        }
-        let wrong = format!("the model {name:?} does not exist; this router serves {:?}", self.id);
-        let error = RequestError::new(ErrorKind::NotFound, wrong).code("model_not_found");
-        Err(RequestError { param: Some("model".into()), ..error })
     }
 
     /// Token ids of a prompt. What was seen before with the same salt is not tokenised again.
@@ -225,7 +244,7 @@ impl ServedModel {
 
     fn template(&self) -> Result<&ChatTemplate, RequestError> {
         self.model.chat_template().ok_or_else(|| {
-            let wrong = format!("the model {:?} has no chat template; use /v1/completions", self.id);
+            let wrong = format!("the model {:?} has no chat template; use /v1/completions", self.id());
             RequestError::invalid("messages", wrong).code("no_chat_template")
         })
     }

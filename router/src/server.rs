@@ -26,10 +26,10 @@ use crate::http;
 use crate::keys::KeyRing;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
+use crate::models::Models;
 use crate::serving::{ListenerTls, Serving};
 use crate::view_file;
 use crate::watcher::{INFERENCE, Watcher};
-use crate::worker::Workers;
 
 const HEALTH: &str = "grpc.health.v1.Health";
 
@@ -71,13 +71,13 @@ pub struct RunningRouter {
     pub grpc_addr: SocketAddr,
     /// Where workers register, if the registry is embedded.
     pub internal_addr: Option<SocketAddr>,
-    workers: Arc<Workers>,
+    models: Arc<Models>,
 }
 
 impl RunningRouter {
     /// The workers' state as JSON, as served by GET /cluster.
     pub fn cluster(&self) -> serde_json::Value {
-        self.workers.describe()
+        self.models.describe()
     }
 }
 
@@ -94,16 +94,18 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     }
     let registry = RegistryChoice::open(&config.registry, bound.tls.as_ref()).await?;
     let settings = config.clone();
-    let opening = tokio::task::spawn_blocking(move || open_model(&settings));
-    let model = tokio::select! {
+    let opening = tokio::task::spawn_blocking(move || open_models(&settings));
+    let models = tokio::select! {
         opened = opening => opened.map_err(|e| RouterError::Interrupted(e.to_string()))??,
         // Told to stop while the model is fetched: nothing to drain.
         () = process.shutdown.draining() => return Ok(Outcome::Clean),
     };
-    tracing::info!(model = model.id(), context = model.context_tokens(), "model opened");
+    for model in &models {
+        tracing::info!(model = model.id(), context = model.context_tokens(), "model opened");
+    }
     let Process { shutdown, tasks, readiness, .. } = &process;
-    let router = bound.start(&config, model, registry, shutdown.clone(), tasks, readiness.clone())?;
-    let _ = page.set(Arc::clone(&router.workers));
+    let router = bound.start(&config, models, registry, shutdown.clone(), tasks, readiness.clone())?;
+    let _ = page.set(Arc::clone(&router.models));
     let internal = router.internal_addr.map(tracing::field::display);
     tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, internal, admin = %process.admin_addr(), "serving");
     Ok(process.join().await)
@@ -115,26 +117,35 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
 /// An address that is taken.
 pub async fn start(
     config: &RouterConfig,
-    model: ServedModel,
+    models: impl IntoIterator<Item = ServedModel>,
     registry: RegistryChoice,
     shutdown: Shutdown,
     tasks: &Tasks,
     readiness: Readiness,
 ) -> Result<RunningRouter, RouterError> {
-    Bound::listen(config).await?.start(config, model, registry, shutdown, tasks, readiness)
+    Bound::listen(config).await?.start(config, models, registry, shutdown, tasks, readiness)
 }
 
-/// Finds the model, fetches the files that are missing, and opens everything but the weights.
-fn open_model(config: &RouterConfig) -> Result<ServedModel, RouterError> {
+/// Finds the models, fetches the files that are missing, and opens everything but the weights.
+fn open_models(config: &RouterConfig) -> Result<Vec<ServedModel>, RouterError> {
     let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
     let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
-    let model = source.open_text(&config.model, &Logged)?;
-    let id = model.served_name(&config.model, config.served_name.as_deref());
-    let model = ServedModel::new(model, id).with_token_cache(config.token_cache);
-    Ok(match config.sampling_defaults {
-        DefaultsKind::Model => model,
-        DefaultsKind::Api => model.with_api_defaults(),
-    })
+    let names = config.served_name.as_deref().unwrap_or_default();
+    // Models without names of their own have their default names.
+    let names = names.split(';').chain(std::iter::repeat(""));
+    let specs = config.model.split(',').map(str::trim).filter(|spec| !spec.is_empty());
+    let open = |(spec, names): (&str, &str)| {
+        let model = source.open_text(spec, &Logged)?;
+        let mut names = names.split(',').map(str::trim).filter(|name| !name.is_empty());
+        let id = model.served_name(spec, names.next());
+        let model = ServedModel::new(model, id).with_aliases(names.map(str::to_owned));
+        let model = model.with_token_cache(config.token_cache);
+        Ok(match config.sampling_defaults {
+            DefaultsKind::Model => model,
+            DefaultsKind::Api => model.with_api_defaults(),
+        })
+    };
+    specs.zip(names).map(open).collect()
 }
 
 /// Logs a fetch. Workers on the same host fetch into the same cache, so only the end is logged above debug level.
@@ -151,10 +162,10 @@ impl fetch::Progress for Logged {
 }
 
 /// GET /cluster at the admin endpoint, which starts before the router does.
-fn cluster_page(workers: Arc<OnceLock<Arc<Workers>>>) -> axum::Router {
+fn cluster_page(models: Arc<OnceLock<Arc<Models>>>) -> axum::Router {
     let page = move || async move {
-        match workers.get() {
-            Some(workers) => Json(workers.describe()).into_response(),
+        match models.get() {
+            Some(models) => Json(models.describe()).into_response(),
             None => (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response(),
         }
     };
@@ -204,13 +215,13 @@ impl Bound {
     fn start(
         self,
         config: &RouterConfig,
-        model: ServedModel,
+        models: impl IntoIterator<Item = ServedModel>,
         registry: RegistryChoice,
         shutdown: Shutdown,
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let workers = Arc::new(Workers::new(&model, config, self.tls.as_ref()));
+        let models = Arc::new(Models::new(models, config, self.tls.as_ref(), self.keys.is_some())?);
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
@@ -232,7 +243,7 @@ impl Bound {
         if let Some(keys) = &keys {
             tasks.spawn("API keys", Arc::clone(keys).watch(self.hangups, shutdown.clone()));
         }
-        let front = Arc::new(Front::new(Arc::new(model), Arc::clone(&workers), shutdown.clone(), limits, keys));
+        let front = Arc::new(Front::new(Arc::clone(&models), shutdown.clone(), limits, keys));
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service);
@@ -261,15 +272,14 @@ impl Bound {
             http_addr: address(&self.http, config.http),
             grpc_addr: address(&self.grpc, config.grpc),
             internal_addr: self.internal.as_ref().map(|listener| address(listener, config.internal)),
-            workers: Arc::clone(&workers),
+            models: Arc::clone(&models),
         };
         let saved = config.view_file.as_deref().map(view_file::read).unwrap_or_default();
         let seen = watch::Sender::default();
         if let Some(path) = &config.view_file {
             tasks.spawn("view file", view_file::keep(path.clone(), seen.subscribe()));
         }
-        let gate = front.gate().cloned();
-        let watcher = Watcher { workers, gate, readiness, health, shutdown: shutdown.clone(), seen };
+        let watcher = Watcher { models, readiness, health, shutdown: shutdown.clone(), seen };
         tasks.spawn("view", watcher.run(registry.watch(), Restored::new(saved)));
         let serving = Serving { bounds, front, shutdown, tls };
         tasks.spawn("http", serving.clone().http(self.http, app));

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use crate::error::RequestError;
 use crate::front::Generation;
-use crate::openai::{Answer, ErrorBody, Part, Reader, Shape, UsageSum};
+use crate::openai::{Answer, ErrorBody, Events, Part, Reader, Shape, UsageSum};
 use crate::sink::{Event, EventKind};
 
 /// Waits for the first event before it starts the stream, so that a request that fails at once gets a proper HTTP status.
@@ -50,10 +50,9 @@ fn events(
                 Err(_) => yield Ok(KEEP_ALIVE.into()),
                 Ok(None) => {}
                 Ok(Some(event)) => {
-                    writer.event(event);
+                    let mut failed = writer.event(event);
                     // All that is there by now goes out in one write.
-                    generation.all_ready().for_each(|event| writer.event(event));
-                    let failed = writer.failed;
+                    generation.all_ready().for_each(|event| failed |= writer.event(event));
                     let ready = writer.take();
                     if !ready.is_empty() {
                         yield Ok(ready);
@@ -68,14 +67,56 @@ fn events(
             }
             next = timeout(keep_alive, generation.next()).await;
         }
-        yield Ok(writer.end());
+        let end = writer.end();
+        if !end.is_empty() {
+            yield Ok(end);
+        }
     }
 }
 
 const KEEP_ALIVE: &str = ": keep-alive\n\n";
 
-/// Writes the events of one answer as text. Tokens of a choice that are ready together become one chunk.
-struct Writer {
+/// Writes the events of one answer as text.
+enum Writer {
+    Chunks(Box<Chunks>),
+    Response(Box<Events>),
+}
+
+impl Writer {
+    fn new(answer: Answer) -> Writer {
+        match answer.frame {
+            Some(_) => Writer::Response(Box::new(Events::new(answer))),
+            None => Writer::Chunks(Box::new(Chunks::new(answer))),
+        }
+    }
+
+    /// Takes in an event of a choice. True when it was a failure.
+    fn event(&mut self, event: Event) -> bool {
+        match self {
+            Writer::Chunks(chunks) => chunks.event(event),
+            Writer::Response(events) => events.event(event),
+        }
+    }
+
+    /// What was written and is not taken yet.
+    fn take(&mut self) -> Bytes {
+        match self {
+            Writer::Chunks(chunks) => chunks.take(),
+            Writer::Response(events) => events.take(),
+        }
+    }
+
+    /// What follows the last event. A response says itself that it is complete.
+    fn end(&mut self) -> Bytes {
+        match self {
+            Writer::Chunks(chunks) => chunks.end(),
+            Writer::Response(events) => events.take(),
+        }
+    }
+}
+
+/// Writes an answer's chunks. Tokens of a choice that are ready together become one chunk.
+struct Chunks {
     answer: Answer,
     begun: Vec<bool>,
     readers: Vec<Reader>,
@@ -83,19 +124,16 @@ struct Writer {
     /// Tokens that are not written yet.
     waiting: Option<Part>,
     out: Vec<u8>,
-    /// The last event was a failure.
-    failed: bool,
 }
 
-impl Writer {
-    fn new(answer: Answer) -> Writer {
+impl Chunks {
+    fn new(answer: Answer) -> Chunks {
         let readers = answer.readers();
         let (begun, usage) = (vec![false; readers.len()], UsageSum::default());
-        Writer { begun, readers, usage, answer, waiting: None, out: Vec::new(), failed: false }
+        Chunks { begun, readers, usage, answer, waiting: None, out: Vec::new() }
     }
 
-    /// Takes in an event of a choice.
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, event: Event) -> bool {
         let choice = event.choice;
         if self.waiting.as_ref().is_some_and(|part| part.choice != choice) {
             self.write_waiting();
@@ -117,21 +155,23 @@ impl Writer {
                 self.usage.add(choice, self.answer.n, usage);
                 self.begin(choice);
                 let reader = &mut self.readers[choice as usize];
+                self.usage.thought += reader.thought();
                 let mut rest = Part { choice, ..Part::default() };
                 rest.add(reader.push(text));
                 rest.add(reader.finish());
                 let last = Part { choice, finish: Some(reader.finish_reason(reason)), ..Part::default() };
-                if !rest.text.is_empty() || !rest.calls.is_empty() {
+                if !rest.is_silent() {
                     self.part(rest);
                 }
                 self.part(last);
             }
             EventKind::Failed(error) => {
                 self.write_waiting();
-                self.failed = true;
                 data(&mut self.out, |out| drop(serde_json::to_writer(out, &ErrorBody::from(&error))));
+                return true;
             }
         }
+        false
     }
 
     /// Everything that was taken in and is not taken yet.
@@ -144,7 +184,7 @@ impl Writer {
         let Some(part) = self.waiting.take() else { return };
         let asked = self.answer.asked;
         let logprobs = asked.logprobs.is_some() && !(part.pieces.is_empty() && part.scored.is_empty());
-        if !part.text.is_empty() || !part.calls.is_empty() || logprobs || asked.token_ids && !part.pieces.is_empty() {
+        if !part.is_silent() || logprobs || asked.token_ids && !part.pieces.is_empty() {
             self.part(part);
         }
     }

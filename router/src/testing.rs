@@ -8,17 +8,10 @@ use baton_policy::Capacity;
 use baton_types::{RequestId, SamplingParams};
 use tokio::time::Instant;
 
-use crate::openai::{self, Asked, Envelope, Shape};
+use crate::models::Defaults;
+pub use crate::openai::Endpoint;
+use crate::openai::{self, Asked, Envelope};
 use crate::{RequestError, ServedModel};
-
-/// The endpoint that a body was sent to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Endpoint {
-    /// POST /v1/chat/completions
-    Chat,
-    /// POST /v1/completions
-    Completions,
-}
 
 /// A request that passed every check and could be sent to workers.
 #[derive(Clone, PartialEq, Debug)]
@@ -37,13 +30,9 @@ pub struct Checked {
 /// The error that the client would get.
 pub async fn read(endpoint: Endpoint, body: &[u8], model: &Arc<ServedModel>) -> Result<Checked, RequestError> {
     let now = Instant::now();
-    let (request_id, defaults) = (RequestId("test".to_owned()), model.defaults().clone());
+    let (request_id, defaults) = (RequestId("test".to_owned()), Arc::new(Defaults::only(model.defaults().clone())));
     let envelope = Envelope { request_id, tenant: None, received: now, deadline: now, defaults };
-    let shape = match endpoint {
-        Endpoint::Chat => Shape::Chat,
-        Endpoint::Completions => Shape::Text,
-    };
-    let (input, Asked { stream, .. }) = openai::read(shape, body, envelope)?;
+    let (input, Asked { stream, .. }, _) = openai::read(endpoint, body, envelope)?;
     input.check(model)?;
     let tools = input.tools.is_some();
     let planned = input.plan(model, Capacity::UNKNOWN).await?;

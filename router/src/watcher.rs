@@ -10,17 +10,14 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tonic_health::ServingStatus;
 
-use crate::gate::Gate;
-use crate::worker::Workers;
+use crate::models::Models;
 
 /// Name of the service whose health clients ask for.
 pub(crate) const INFERENCE: &str = "baton.v1.Inference";
 
-/// Passes every new view to the workers' table, and publishes whether requests can be served.
+/// Passes every new view to the workers' tables, and publishes whether requests can be served.
 pub(crate) struct Watcher {
-    pub workers: Arc<Workers>,
-    /// Where tenants wait for room at the workers.
-    pub gate: Option<Arc<Gate>>,
+    pub models: Arc<Models>,
     pub readiness: Readiness,
     pub health: tonic_health::server::HealthReporter,
     pub shutdown: Shutdown,
@@ -61,12 +58,9 @@ impl Watcher {
         }
         gauge!(names::VIEW_STALE).set(f64::from(u8::from(view.stale)));
         tracing::debug!(revision = view.revision, members = view.members.len(), stale = view.stale, "view");
-        self.workers.update(Arc::clone(&view));
-        if let Some(gate) = &self.gate {
-            gate.open();
-        }
+        self.models.update(&view);
         self.seen.send_replace(view);
-        match self.workers.not_ready() {
+        match self.models.not_ready() {
             None => {
                 self.readiness.ready();
                 self.serving(ServingStatus::Serving).await;

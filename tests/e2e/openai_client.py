@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 from openai import BadRequestError, NotFoundError
 
+import openai_responses  # adds its checks
 import openai_structured  # adds its checks
 from checks import equal
 from openai_calls import IDS, MESSAGES, PROMPT, Server, check, output_ids, prompt_ids, refused

@@ -17,7 +17,7 @@ mod sampling;
 mod text;
 mod tokenizer;
 
-pub use chat::{ChatMessage, ChatTemplate, FunctionCall, TemplateOptions, ToolCall, ToolSyntax};
+pub use chat::{ChatMessage, ChatTemplate, FunctionCall, THOUGHTS, TemplateOptions, ToolCall, ToolSyntax};
 pub use error::ModelFileError;
 pub use family::{Architecture, Family, MAX_VOCABULARY, check_size};
 pub use keys::Keys;

@@ -4,15 +4,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use baton_types::{TokenOut, Usage};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::Serialize;
 
 use super::echo::Echo;
 use super::logprobs::{ChatLogprobs, TextLogprobs};
-use super::reader::Reader;
+use super::reader::{Reader, Said};
 use super::request::Asked;
+use super::responses::Frame;
 use crate::model::ServedModel;
 use crate::sink::Piece;
-use crate::tools::{Call, Read, ToolParser};
+use crate::tools::Call;
 
 /// The API that the answer belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,8 +42,10 @@ pub(crate) struct Answer {
     pub echoes: Vec<Echo>,
     /// Choices per prompt.
     pub n: u32,
-    /// Reads calls; None if no tools were offered.
-    pub parser: Option<ToolParser>,
+    /// What a response repeats of its request; None for other answers.
+    pub frame: Option<Frame>,
+    /// Reads thoughts and calls out of each choice; one that has read nothing.
+    pub reader: Reader,
 }
 
 /// A part of one choice.
@@ -50,6 +54,7 @@ pub(crate) struct Part {
     pub choice: u32,
     /// True for the first part of its choice.
     pub first: bool,
+    pub reasoning: String,
     pub text: String,
     /// Tokens of the prompt with their log probabilities.
     pub scored: Vec<Piece>,
@@ -60,14 +65,21 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Appends text and calls.
-    pub fn add(&mut self, read: Read) {
-        self.text += &read.text;
-        self.calls.extend(read.calls);
+    /// Appends what a choice said.
+    pub fn add(&mut self, said: Said) {
+        self.reasoning += &said.reasoning;
+        self.text += &said.text;
+        self.calls.extend(said.calls);
+    }
+
+    /// Whether it says nothing.
+    pub fn is_silent(&self) -> bool {
+        self.reasoning.is_empty() && self.text.is_empty() && self.calls.is_empty()
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Answer")]
 struct Body<'a> {
     id: &'a str,
     object: &'static str,
@@ -82,7 +94,7 @@ struct Body<'a> {
     prompt_token_ids: Option<&'a [u32]>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct Choice {
     index: u32,
     /// Of a whole chat.
@@ -109,9 +121,13 @@ enum Content {
     Text(String),
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "AnswerMessage")]
 struct Message {
     role: &'static str,
+    /// What the model thought, if it thinks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<String>,
     /// Null when there are only calls.
     content: Option<String>,
     refusal: Option<()>,
@@ -119,7 +135,7 @@ struct Message {
     tool_calls: Vec<CallObject>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct CallObject {
     /// Only in a stream.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -130,7 +146,7 @@ struct CallObject {
     function: FunctionObject,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct FunctionObject {
     name: String,
     arguments: String,
@@ -143,43 +159,56 @@ impl CallObject {
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "AnswerDelta")]
 struct Delta {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tool_calls: Vec<CallObject>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 #[serde(untagged)]
 enum Logprobs {
     Chat(ChatLogprobs),
     Text(TextLogprobs),
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct UsageObject {
     prompt_tokens: u32,
     completion_tokens: u32,
     total_tokens: u32,
     prompt_tokens_details: PromptDetails,
+    /// Of models that think.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion_tokens_details: Option<CompletionDetails>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct PromptDetails {
     cached_tokens: u32,
 }
 
-impl From<Usage> for UsageObject {
-    fn from(u: Usage) -> UsageObject {
+#[derive(Serialize, JsonSchema)]
+struct CompletionDetails {
+    reasoning_tokens: u32,
+}
+
+impl From<&UsageSum> for UsageObject {
+    fn from(sum: &UsageSum) -> UsageObject {
+        let (u, reasoning_tokens) = (sum.usage(), sum.thought);
         UsageObject {
             prompt_tokens: u.prompt_tokens,
             completion_tokens: u.completion_tokens,
             total_tokens: u.prompt_tokens + u.completion_tokens,
             prompt_tokens_details: PromptDetails { cached_tokens: u.cached_tokens },
+            completion_tokens_details: (reasoning_tokens > 0).then_some(CompletionDetails { reasoning_tokens }),
         }
     }
 }
@@ -188,6 +217,8 @@ impl From<Usage> for UsageObject {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct UsageSum {
     sum: Usage,
+    /// Tokens of the answers' thoughts.
+    pub thought: u32,
     /// Per prompt: the fewest cached tokens of any of its choices. The others may have reused what that choice computed.
     cached: BTreeMap<u32, u32>,
 }
@@ -207,6 +238,11 @@ impl UsageSum {
     pub fn usage(&self) -> Usage {
         Usage { cached_tokens: self.cached.values().sum(), ..self.sum }
     }
+}
+
+/// The schema of an answer and of a chunk.
+pub(super) fn schema(generator: &mut SchemaGenerator) -> Schema {
+    generator.subschema_for::<Body<'_>>()
 }
 
 impl Answer {
@@ -242,6 +278,14 @@ impl Answer {
         }
     }
 
+    /// The log probabilities of these tokens in the form of chats; none if they are not asked for.
+    pub fn chat_logprobs(&self, pieces: &[Piece]) -> Vec<serde_json::Value> {
+        match self.asked.logprobs {
+            Some(_) => ChatLogprobs::of(&self.model, pieces).entries(),
+            None => Vec::new(),
+        }
+    }
+
     /// Keeps, of the answers to each prompt, as many as are asked for: those with the highest mean log probability.
     fn best(mut self, mut parts: Vec<Part>) -> (Answer, Vec<Part>) {
         let Some(best) = self.asked.best else { return (self, parts) };
@@ -259,19 +303,21 @@ impl Answer {
 
     /// One reader per choice.
     pub fn readers(&self) -> Vec<Reader> {
-        vec![Reader::new(self.parser.clone()); self.prompts.len() * self.n as usize]
+        vec![self.reader.clone(); self.prompts.len() * self.n as usize]
     }
 
     /// Appends the stream chunk for a part of one choice.
     pub fn chunk(&self, mut part: Part, out: &mut Vec<u8>) {
         let usage = self.asked.include_usage.then_some(None);
         let calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, true)).collect();
-        let text = std::mem::take(&mut part.text);
+        let (text, reasoning) = (std::mem::take(&mut part.text), std::mem::take(&mut part.reasoning));
         let content = match self.shape {
             Shape::Text => Content::Text(text),
             Shape::Chat => Content::Delta(Delta {
                 role: part.first.then_some("assistant"),
-                content: (part.finish.is_none() && calls.is_empty() || !text.is_empty()).then_some(text),
+                content: (part.finish.is_none() && calls.is_empty() && reasoning.is_empty() || !text.is_empty())
+                    .then_some(text),
+                reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
                 tool_calls: calls,
             }),
         };
@@ -281,7 +327,7 @@ impl Answer {
 
     /// Appends the last chunk of a stream whose client asked for the usage.
     pub fn usage_chunk(&self, usage: &UsageSum, out: &mut Vec<u8>) {
-        self.json(self.object(true), &[], Some(Some(usage.usage().into())), false, out);
+        self.json(self.object(true), &[], Some(Some(usage.into())), false, out);
     }
 
     /// The whole answer; `parts` are the choices in order.
@@ -293,10 +339,11 @@ impl Answer {
     fn body(&self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
         let choice = |mut part: Part| {
             let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
-            let text = std::mem::take(&mut part.text);
+            let (text, reasoning) = (std::mem::take(&mut part.text), std::mem::take(&mut part.reasoning));
             let content = match self.shape {
                 Shape::Text => Content::Text(text),
                 Shape::Chat => Content::Message(Message {
+                    reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
                     role: "assistant",
                     content: (tool_calls.is_empty() || !text.is_empty()).then_some(text),
                     refusal: None,
@@ -307,7 +354,7 @@ impl Answer {
         };
         let choices: Vec<_> = parts.into_iter().map(choice).collect();
         let mut out = Vec::new();
-        self.json(self.object(false), &choices, Some(Some(usage.usage().into())), true, &mut out);
+        self.json(self.object(false), &choices, Some(Some(usage.into())), true, &mut out);
         out
     }
 

@@ -74,9 +74,8 @@ const REFUSED: [Refused; 28] = {
 };
 
 /// Fields that clients send and that have no effect here: they concern billing, speed, or features this model lacks.
-const HARMLESS: [&str; 15] = [
+const HARMLESS: [&str; 14] = [
     "guided_decoding_backend",
-    "include_reasoning",
     "kv_transfer_params",
     "metadata",
     "parallel_tool_calls",

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::model::ServedModel;
@@ -11,13 +12,13 @@ use crate::sink::Piece;
 const LEAST: f32 = -9999.0;
 
 /// The form of chats: one entry per token.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct ChatLogprobs {
     content: Vec<ChatToken>,
     refusal: Option<()>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 struct ChatToken {
     token: String,
     logprob: f32,
@@ -25,7 +26,7 @@ struct ChatToken {
     top_logprobs: Vec<TopToken>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 struct TopToken {
     token: String,
     logprob: f32,
@@ -33,7 +34,7 @@ struct TopToken {
 }
 
 /// The form of completions: four lists of equal length.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct TextLogprobs {
     tokens: Vec<String>,
     /// The first token of a prompt has none.
@@ -59,6 +60,12 @@ impl ChatLogprobs {
             ChatToken { token, logprob: finite(piece.token.logprob.unwrap_or(LEAST)), bytes, top_logprobs }
         };
         ChatLogprobs { content: pieces.iter().map(entry).collect(), refusal: None }
+    }
+
+    /// One entry per token.
+    pub fn entries(&self) -> Vec<serde_json::Value> {
+        // Cannot fail: an entry consists of strings, numbers and lists of them.
+        self.content.iter().map(|entry| serde_json::to_value(entry).unwrap_or_default()).collect()
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use baton_model_text::ChatMessage;
 use baton_types::{RequestId, SamplingParams};
+use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::once::{Fields, fields};
@@ -13,8 +14,10 @@ use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
 use crate::input::{GenerateInput, Standing};
+use crate::models::Defaults;
 use crate::prompt::Prompt;
 use crate::tenant::Tenant;
+use crate::tools::Tools;
 
 /// Maximum tokens of a completion when the client gives no number; the API's own default.
 const COMPLETION_TOKENS: u32 = 16;
@@ -30,6 +33,8 @@ pub(crate) struct Asked {
     pub logprobs: Option<u32>,
     /// Send the token ids of prompt and answer.
     pub token_ids: bool,
+    /// Send what the model thinks, if it thinks.
+    pub reasoning: bool,
     /// Send the prompt before the answer.
     pub echo: bool,
     /// Of the answers to a prompt, send this many: those with the highest log probability per token. None: all, in order.
@@ -44,17 +49,12 @@ pub(crate) struct Envelope {
     pub received: Instant,
     pub deadline: Instant,
     /// How to sample where the request does not say.
-    pub defaults: SamplingParams,
+    pub defaults: Arc<Defaults>,
 }
 
 /// Reads POST /v1/chat/completions.
 pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, Asked), RequestError> {
-    let Fields { mut own, common } = fields::<ChatFields>(body)?;
-    if own.messages.is_empty() {
-        return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
-    }
-    let tools = tools::tools(&mut own)?;
-    let messages = own.messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
+    let Fields { own, common } = fields::<ChatFields>(body)?;
     let logprobs = match (own.logprobs.unwrap_or(false), own.top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
         (false, None | Some(0)) => None,
@@ -63,19 +63,32 @@ pub(crate) fn chat(body: &[u8], envelope: Envelope) -> Result<(GenerateInput, As
         }
     };
     let max_tokens = own.max_completion_tokens.or(common.max_tokens);
-    let (mut input, asked) = assemble(
-        common,
-        vec![Prompt::Chat(messages, own.chat_template_kwargs.unwrap_or_default())],
-        max_tokens,
-        logprobs,
-        envelope,
-    )?;
+    let reasoning = own.include_reasoning.unwrap_or(true);
+    let (prompt, tools) = prompt_and_tools(own)?;
+    let (mut input, mut asked) = assemble(common, vec![prompt], max_tokens, logprobs, envelope)?;
+    asked.reasoning = reasoning;
     input.tools = tools;
     if let (Some(_), Some(wanted)) = (&input.tools, &input.wanted) {
         let wrong = format!("{} leaves no room for calls; leave it out, or set tool_choice to none", wanted.field);
         return Err(RequestError::invalid(wanted.field, wrong));
     }
     Ok((input, asked))
+}
+
+/// The prompt and the tools of a conversation that did not come as a body.
+pub(crate) fn conversation(fields: &serde_json::Value) -> Result<(Prompt, Option<Tools>), RequestError> {
+    let own = ChatFields::deserialize(fields)
+        .map_err(|e| RequestError::new(baton_types::ErrorKind::InvalidArgument, e.to_string()))?;
+    prompt_and_tools(own)
+}
+
+fn prompt_and_tools(mut own: ChatFields) -> Result<(Prompt, Option<Tools>), RequestError> {
+    if own.messages.is_empty() {
+        return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
+    }
+    let tools = tools::tools(&mut own)?;
+    let messages = own.messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
+    Ok((Prompt::Chat(messages, own.chat_template_kwargs.unwrap_or_default()), tools))
 }
 
 /// Reads POST /v1/completions.
@@ -128,10 +141,13 @@ fn assemble(
         include_usage: common.stream_options.and_then(|o| o.include_usage).unwrap_or(false),
         logprobs,
         token_ids: common.return_token_ids.unwrap_or(false),
+        reasoning: true,
         echo: false,
         best: None,
     };
     let Envelope { request_id, tenant, received, deadline, defaults } = envelope;
+    let model = common.model.unwrap_or_default();
+    let defaults = defaults.of(&model);
     let top_k = common.top_k.map(top_k).transpose()?;
     let seed = common.seed.map(|s| seed(&s)).transpose()?;
     let sampling = SamplingParams {
@@ -154,7 +170,7 @@ fn assemble(
         Some(StopField::One(stop)) => vec![stop],
         Some(StopField::Many(stops)) => stops,
     };
-    let (model, n) = (common.model.unwrap_or_default(), common.n.unwrap_or(1));
+    let n = common.n.unwrap_or(1);
     let standing = Standing {
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
@@ -183,23 +199,23 @@ fn assemble(
 }
 
 /// A message of a chat; `at`: its place, for errors.
-pub(super) fn message(at: usize, message: Message) -> Result<ChatMessage, RequestError> {
+pub(super) fn message(at: usize, mut message: Message) -> Result<ChatMessage, RequestError> {
     let role = match message.role.as_str() {
         // `developer` is the newer name of `system`; templates know the older one.
         "developer" => "system".to_owned(),
-        "system" | "user" | "assistant" | "tool" => message.role,
+        "system" | "user" | "assistant" | "tool" => std::mem::take(&mut message.role),
         other => {
             let wrong =
                 format!("messages[{at}].role is {other:?}; it must be system, developer, user, assistant or tool");
             return Err(RequestError::invalid(format!("messages[{at}].role"), wrong));
         }
     };
-    let tool_calls = tools::calls(at, message.tool_calls.unwrap_or_default())?;
+    let tool_calls = tools::calls(at, message.tool_calls.take().unwrap_or_default())?;
     if !tool_calls.is_empty() && role != "assistant" {
         let field = format!("messages[{at}].tool_calls");
         return Err(RequestError::invalid(field.clone(), format!("{field}: only an assistant's message has calls")));
     }
-    let content = match message.content {
+    let content = match message.content.take() {
         Some(Content::Text(text)) => text,
         Some(Content::Parts(parts)) => {
             parts.into_iter().enumerate().map(|(i, part)| text_of(at, i, part)).collect::<Result<Vec<_>, _>>()?.concat()
@@ -210,7 +226,8 @@ pub(super) fn message(at: usize, message: Message) -> Result<ChatMessage, Reques
             return Err(RequestError::invalid(field.clone(), format!("{field} is missing; it must be a string")));
         }
     };
-    Ok(ChatMessage { role, content, tool_calls, tool_call_id: message.tool_call_id, name: message.name })
+    let Message { reasoning_content, tool_call_id, name, .. } = message;
+    Ok(ChatMessage { role, content, reasoning_content, tool_calls, tool_call_id, name })
 }
 
 fn text_of(message: usize, at: usize, part: Part) -> Result<String, RequestError> {
@@ -257,7 +274,7 @@ mod tests {
     #[test]
     fn what_a_request_does_not_say_is_as_the_model_advises() {
         let advised = SamplingParams { temperature: 0.2, top_p: 0.9, top_k: 20, ..SamplingParams::default() };
-        let envelope = || Envelope { defaults: advised.clone(), ..envelope() };
+        let envelope = || Envelope { defaults: Arc::new(Defaults::only(advised.clone())), ..envelope() };
         let read = |more: &str| {
             let body = format!(r#"{{"prompt": "x", "max_tokens": 3{more}}}"#);
             completion(body.as_bytes(), envelope()).unwrap().0.sampling
@@ -269,7 +286,7 @@ mod tests {
 
     fn envelope() -> Envelope {
         let now = Instant::now();
-        let defaults = SamplingParams::default();
+        let defaults = Arc::<Defaults>::default();
         Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults }
     }
 
@@ -313,8 +330,15 @@ mod tests {
             input.standing,
             Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, ..Standing::default() }
         );
-        let shown =
-            Asked { stream: true, include_usage: true, logprobs: Some(3), token_ids: true, echo: false, best: None };
+        let shown = Asked {
+            stream: true,
+            include_usage: true,
+            logprobs: Some(3),
+            token_ids: true,
+            reasoning: true,
+            echo: false,
+            best: None,
+        };
         assert_eq!(asked, shown);
     }
 

@@ -1,22 +1,21 @@
 //! POST /tokenize and /detokenize, in the form of vLLM: the token ids of a prompt, and the text of token ids.
 
-use std::sync::Arc;
-
 use baton_model_text::TemplateOptions;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::parse::parse;
 use super::request::message;
 use super::types::Message;
 use crate::error::RequestError;
-use crate::model::ServedModel;
+use crate::models::Models;
 use crate::prompt::Prompt;
 
 /// Most token ids that are turned into text at once.
 const MAX_IDS: usize = 1 << 20;
 
-#[derive(Deserialize)]
-struct TokenizeFields {
+#[derive(Deserialize, JsonSchema)]
+pub(super) struct TokenizeFields {
     model: Option<String>,
     prompt: Option<String>,
     messages: Option<Vec<Message>>,
@@ -26,7 +25,7 @@ struct TokenizeFields {
 }
 
 /// The answer to POST /tokenize.
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct Tokenized {
     pub count: usize,
     pub max_model_len: u32,
@@ -34,27 +33,23 @@ pub(crate) struct Tokenized {
     pub token_strs: Option<Vec<String>>,
 }
 
-#[derive(Deserialize)]
-struct DetokenizeFields {
+#[derive(Deserialize, JsonSchema)]
+pub(super) struct DetokenizeFields {
     model: Option<String>,
     tokens: Vec<u32>,
 }
 
 /// The answer to POST /detokenize.
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct Detokenized {
     pub prompt: String,
 }
 
 /// The token ids of `prompt`, or of `messages` by the model's chat template. `salt`: whose tokens of texts seen before may be used.
-pub(crate) async fn tokenize(
-    body: &[u8],
-    model: &Arc<ServedModel>,
-    max_model_len: u32,
-    salt: &str,
-) -> Result<Tokenized, RequestError> {
+pub(crate) async fn tokenize(body: &[u8], models: &Models, salt: &str) -> Result<Tokenized, RequestError> {
     let fields: TokenizeFields = parse(body)?;
-    model.check_name(fields.model.as_deref().unwrap_or_default())?;
+    let served = models.named(fields.model.as_deref().unwrap_or_default())?;
+    let (model, max_model_len) = (&served.model, served.context_tokens());
     let prompt = match (fields.prompt, fields.messages) {
         (Some(text), None) => Prompt::Text(text),
         (None, Some(messages)) => {
@@ -73,9 +68,9 @@ pub(crate) async fn tokenize(
 }
 
 /// The text of token ids, special tokens included.
-pub(crate) fn detokenize(body: &[u8], model: &ServedModel) -> Result<Detokenized, RequestError> {
+pub(crate) fn detokenize(body: &[u8], models: &Models) -> Result<Detokenized, RequestError> {
     let DetokenizeFields { model: name, tokens } = parse(body)?;
-    model.check_name(name.as_deref().unwrap_or_default())?;
+    let model = &models.named(name.as_deref().unwrap_or_default())?.model;
     if tokens.len() > MAX_IDS {
         let wrong = format!("tokens has {} ids; at most {MAX_IDS} are allowed", tokens.len());
         return Err(RequestError::invalid("tokens", wrong));

@@ -1,61 +1,100 @@
 //! The JSON of the API, field by field. A request has its endpoint's own fields, common fields, and other fields, which `fields.rs`
 //! handles. `once.rs` reads them.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 
 use baton_model_text::TemplateOptions;
 use baton_types::ErrorKind;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// The fields of POST /v1/chat/completions that completions lack.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct ChatFields {
+    #[schemars(length(min = 1))]
     pub messages: Vec<Message>,
     pub max_completion_tokens: Option<u32>,
     pub logprobs: Option<bool>,
+    #[schemars(range(max = 20))]
     pub top_logprobs: Option<u32>,
+    /// Functions, each as `{"type": "function", "function": {"name", "description", "parameters"}}`.
     pub tools: Option<Vec<serde_json::Value>>,
+    /// none, auto, required, or a function.
     pub tool_choice: Option<serde_json::Value>,
     pub parallel_tool_calls: Option<bool>,
+    /// Variables of the model's chat template, such as `enable_thinking`.
     pub chat_template_kwargs: Option<TemplateOptions>,
+    /// false: what the model thinks is not sent. Default true.
+    pub include_reasoning: Option<bool>,
 }
 
 /// The fields of POST /v1/completions that chats lack or have in another form.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct CompletionFields {
     pub prompt: PromptField,
+    /// Log probabilities of the answer's tokens, and of so many of the likeliest ones; with echo of the prompt's, too.
+    #[schemars(range(max = 20))]
     pub logprobs: Option<u32>,
+    /// Send the prompt before the answer.
     pub echo: Option<bool>,
+    /// Generate so many answers to each prompt, and send the n likeliest of them.
     pub best_of: Option<u32>,
 }
 
 /// The fields that both endpoints share.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct CommonFields {
+    /// One of the models that are served; the first of them if absent.
     pub model: Option<String>,
+    /// Server-sent events instead of one body.
     pub stream: Option<bool>,
     pub stream_options: Option<StreamOptions>,
+    /// Answers to each prompt.
+    #[schemars(range(min = 1, max = 128))]
     pub n: Option<u32>,
+    /// Most tokens of an answer.
     pub max_tokens: Option<u32>,
+    /// Tokens before which neither a stop token nor a stop string ends the answer.
     pub min_tokens: Option<u32>,
+    /// 0 always takes the likeliest token. Absent, like the following: as the model's makers advise.
+    #[schemars(range(min = 0, max = 100))]
     pub temperature: Option<f32>,
+    /// Above 0.
+    #[schemars(range(min = 0, max = 1))]
     pub top_p: Option<f32>,
+    /// 0 or -1: all tokens.
+    #[schemars(range(min = -1))]
     pub top_k: Option<i64>,
+    #[schemars(range(min = 0, max = 1))]
     pub min_p: Option<f32>,
+    /// A 64-bit whole number. The same seed gives the same answer. Absent: a random one.
     pub seed: Option<serde_json::Number>,
+    /// Texts that end the answer, at most 4. They are not part of it.
     pub stop: Option<StopField>,
     pub stop_token_ids: Option<Vec<u32>>,
+    #[schemars(range(min = -2, max = 2))]
     pub presence_penalty: Option<f32>,
+    #[schemars(range(min = -2, max = 2))]
     pub frequency_penalty: Option<f32>,
+    /// Above 0.
     pub repetition_penalty: Option<f32>,
+    /// By token id, from -100 to 100.
     pub logit_bias: Option<HashMap<String, f32>>,
+    /// The model's end tokens do not end the answer.
     pub ignore_eos: Option<bool>,
+    /// Send the token ids of prompt and answer.
     pub return_token_ids: Option<bool>,
+    /// Only requests with the same salt share KV; at most 256 bytes.
     pub cache_salt: Option<String>,
+    /// Requests with a lower value are served first.
     pub priority: Option<i32>,
+    /// Keep the KV of prompt and answer this long, in preference to that of requests that do not ask.
+    #[schemars(range(max = 86400))]
     pub cache_keep_seconds: Option<u32>,
+    /// The form of the answer.
     pub response_format: Option<ResponseFormat>,
     pub guided_json: Option<serde_json::Value>,
     pub guided_regex: Option<String>,
@@ -65,7 +104,7 @@ pub(crate) struct CommonFields {
 }
 
 /// The newer form of the `guided_*` fields.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct StructuredOutputs {
     pub json: Option<serde_json::Value>,
@@ -76,45 +115,48 @@ pub(crate) struct StructuredOutputs {
 }
 
 /// The required form of the answer.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct ResponseFormat {
+    /// text, json_object or json_schema.
     #[serde(rename = "type")]
     pub kind: String,
     pub json_schema: Option<NamedSchema>,
 }
 
 /// A schema as OpenAI's clients send it. It is always enforced, whatever `strict` says.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct NamedSchema {
     pub name: Option<String>,
     pub schema: Option<serde_json::Value>,
 }
 
 /// Options of a stream.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct StreamOptions {
     pub include_usage: Option<bool>,
 }
 
 /// One message of a conversation.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct Message {
+    /// system, developer, user, assistant or tool.
     pub role: String,
     pub content: Option<Content>,
+    pub reasoning_content: Option<String>,
     pub tool_calls: Option<Vec<MessageCall>>,
     pub tool_call_id: Option<String>,
     pub name: Option<String>,
 }
 
 /// A call in an assistant's message.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct MessageCall {
     pub id: Option<String>,
     pub function: MessageFunction,
 }
 
 /// The function of a call.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct MessageFunction {
     pub name: String,
     /// A string of JSON; some clients send the object itself.
@@ -122,7 +164,7 @@ pub(crate) struct MessageFunction {
 }
 
 /// A message's content.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "a string or an array of content parts (objects with a type)")]
 pub(crate) enum Content {
     Text(String),
@@ -130,15 +172,16 @@ pub(crate) enum Content {
 }
 
 /// A part of a message.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct Part {
+    /// text; this model reads nothing else.
     #[serde(rename = "type")]
     pub kind: String,
     pub text: Option<String>,
 }
 
 /// Stop strings.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "a string or an array of strings")]
 pub(crate) enum StopField {
     One(String),
@@ -152,6 +195,22 @@ pub(crate) enum PromptField {
     Texts(Vec<String>),
     Ids(Vec<u32>),
     IdLists(Vec<Vec<u32>>),
+}
+
+impl JsonSchema for PromptField {
+    fn schema_name() -> Cow<'static, str> {
+        "Prompt".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let ids = || json_schema!({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1});
+        json_schema!({"anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ids(),
+            {"type": "array", "items": ids(), "minItems": 1},
+        ]})
+    }
 }
 
 impl<'de> Deserialize<'de> for PromptField {
@@ -231,14 +290,14 @@ fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(first: T, mut list: A) -> R
 }
 
 /// GET /v1/models.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct ModelList<'a> {
     pub object: &'static str,
-    pub data: [Model<'a>; 1],
+    pub data: Vec<Model<'a>>,
 }
 
 /// GET /v1/models/{id}.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Model<'a> {
     pub id: &'a str,
     pub object: &'static str,
@@ -249,13 +308,13 @@ pub(crate) struct Model<'a> {
 }
 
 /// The body of every error.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct ErrorBody {
     pub error: ErrorObject,
 }
 
 /// What is wrong.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct ErrorObject {
     pub message: String,
     #[serde(rename = "type")]

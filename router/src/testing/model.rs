@@ -57,7 +57,15 @@ fn tokenizer() -> Value {
 /// # Panics
 /// When the model cannot be written or opened.
 pub fn write_and_open(dir: &Path, template: &str) -> TextModel {
-    let dir = dir.join(NAME);
+    write_and_open_as(dir, NAME, template)
+}
+
+/// The same for a model whose files have another name.
+///
+/// # Panics
+/// As above.
+pub fn write_and_open_as(dir: &Path, name: &str, template: &str) -> TextModel {
+    let dir = dir.join(name);
     std::fs::create_dir(&dir).unwrap();
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::random::random_u64;
 pub(crate) use grammar::grammar;
-pub(crate) use parser::{Read, ToolParser};
+pub(crate) use parser::{Read, ToolParser, begun};
 pub(crate) use plain::plain;
 
 /// The tools of one request, at least one.

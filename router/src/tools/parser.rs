@@ -291,7 +291,7 @@ fn first<T: for<'de> Deserialize<'de>>(json: &str) -> Result<Option<(T, usize)>,
 }
 
 /// Number of bytes at the end of a text that may begin the marker.
-fn begun(text: &str, marker: &str) -> usize {
+pub(crate) fn begun(text: &str, marker: &str) -> usize {
     let longest = marker.len().saturating_sub(1).min(text.len());
     let begins = |len: &usize| text.get(text.len() - len..).is_some_and(|tail| marker.starts_with(tail));
     (1..=longest).rev().find(begins).unwrap_or(0)

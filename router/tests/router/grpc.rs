@@ -57,7 +57,10 @@ async fn text_ids_and_chat() {
     let cluster = Cluster::start(1, 1, "né🙂").await;
     let mut client = client(&cluster).await;
     let want: Vec<u32> = "né🙂".bytes().map(u32::from).chain([END]).collect();
-    let chat = v1::Chat { messages: vec![v1::ChatMessage { role: "user".into(), content: "hi".into() }] };
+    let chat = v1::Chat {
+        messages: vec![v1::ChatMessage { role: "user".into(), content: "hi".into(), ..Default::default() }],
+        ..Default::default()
+    };
     let ids = v1::TokenIds { ids: vec![104, 105] };
     for (input, prompt) in [(Input::Text("hi".into()), 2), (Input::TokenIds(ids), 2), (Input::Chat(chat), 21)] {
         let (ids, text, finish) = whole(&mut client, ask(input)).await;
@@ -101,6 +104,32 @@ async fn logits_digests_come_with_logprobs_and_only_then() {
             assert_eq!(token.logits_digest, top_logprobs.map(|_| digest_at(index)), "token {index}");
         }
     }
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn calls_come_apart_from_the_text() {
+    const CALL: &str = "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": 1}}\n</tool_call>";
+    let cluster = Cluster::start(1, 1, CALL).await;
+    let mut client = client(&cluster).await;
+    let message = v1::ChatMessage { role: "user".into(), content: "hi".into(), ..Default::default() };
+    let tool = v1::Tool { name: "look".into(), ..Default::default() };
+    let choice = v1::ToolChoice { mode: v1::ToolMode::Required.into(), ..Default::default() };
+    let chat = v1::Chat { messages: vec![message], tools: vec![tool], tool_choice: Some(choice), ..Default::default() };
+    let sampling = Some(v1::Sampling { max_tokens: Some(100), ..Default::default() });
+    let request = v1::GenerateRequest { sampling, ..ask(Input::Chat(chat.clone())) };
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let (mut text, mut calls) = (String::new(), Vec::new());
+    while let Some(response) = stream.message().await.unwrap() {
+        text += &response.text;
+        calls.extend(response.tool_calls.into_iter().map(|call| (call.name, call.arguments)));
+    }
+    assert_eq!((text.as_str(), &calls[..]), ("", &[("look".to_owned(), "{\"at\": 1}".to_owned())][..]));
+    let asked = cluster.worker(0).asked().pop().unwrap();
+    assert!(asked.sampling.unwrap().constraint.is_some(), "the call is forced");
+    let nameless = v1::Chat { tools: vec![v1::Tool::default()], ..chat };
+    let refused = client.generate(ask(Input::Chat(nameless))).await.unwrap_err();
+    assert_eq!(refused.metadata().get("param").unwrap(), "chat.tools[0].name");
     cluster.stop().await;
 }
 

@@ -9,6 +9,9 @@ pub struct ChatMessage {
     pub role: String,
     /// Its text.
     pub content: String,
+    /// What an assistant's message was thinking before it. Left out if there is nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
     /// The tool calls of an assistant's message. Left out if there are none, because templates test whether they are defined.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,

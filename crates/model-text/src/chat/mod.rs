@@ -26,7 +26,11 @@ pub struct ChatTemplate {
     bos: String,
     eos: String,
     tools: Option<ToolSyntax>,
+    thinks: bool,
 }
+
+/// What stands around a model's thoughts, before its answer: DeepSeek, Qwen3, SmolLM3 and others.
+pub const THOUGHTS: (&str, &str) = ("<think>", "</think>");
 
 /// The template's name in its environment; without a suffix, so that nothing is escaped.
 const NAME: &str = "chat";
@@ -50,12 +54,18 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_marks(source))
             .map_err(|e| ModelFileError::malformed(path, "chat template", e))?;
-        Ok(ChatTemplate { environment, bos, eos, tools: ToolSyntax::of(source) })
+        let thinks = source.contains(THOUGHTS.1);
+        Ok(ChatTemplate { environment, bos, eos, tools: ToolSyntax::of(source), thinks })
     }
 
     /// How the model writes tool calls; None when its template takes no tools, or writes calls in an unknown syntax.
     pub fn tools(&self) -> Option<ToolSyntax> {
         self.tools
+    }
+
+    /// Whether the model may think before it answers, between [`THOUGHTS`].
+    pub fn thinks(&self) -> bool {
+        self.thinks
     }
 
     /// Renders the prompt for these messages. `tools` are the functions that the model may call, as clients describe them; some templates
@@ -243,6 +253,16 @@ mod tests {
         ];
         let want = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"a\": 1}}[assistant]f{\"z\": 1, \"a\": [true]}[toolc1]4";
         assert_eq!(template.render(&messages, Some(&tools), false).unwrap(), want);
+    }
+
+    #[test]
+    fn a_template_shows_whether_its_model_thinks() {
+        let plain = compile("{{ messages[0].content }}");
+        let thinks = compile("{{ messages[0].content.split('</think>')[-1] }}{{ messages[0].reasoning_content }}");
+        assert_eq!((plain.thinks(), thinks.thinks()), (false, true));
+        let message =
+            ChatMessage { reasoning_content: Some("hm".into()), ..ChatMessage::new("assistant", "x</think>y") };
+        assert_eq!(thinks.render(&[message], None, false).unwrap(), "yhm");
     }
 
     #[test]

@@ -61,29 +61,9 @@ impl Cluster {
         decode: usize,
         answers: &[&str],
     ) -> Cluster {
-        logs::watch();
         let files = tempfile::tempdir().unwrap();
-        let model = model::write_and_open(files.path(), template);
-        let registry = EmbeddedRegistry::new();
-        let shutdown = Shutdown::new(Duration::from_secs(20));
-        let tasks = Tasks::new(shutdown.clone());
-        let readiness = Readiness::new("starting");
-        let choice = RegistryChoice::Embedded(registry.clone());
-        let served = ServedModel::new(model, MODEL);
-        let router = baton_router::start(&config, served, choice, shutdown.clone(), &tasks, readiness.clone());
-        let router = router.await.unwrap();
-        let mut cluster = Cluster {
-            world: World::new(answers),
-            registry,
-            readiness,
-            shutdown,
-            tasks,
-            router,
-            http: reqwest::Client::new(),
-            leases: Vec::new(),
-            workers: Vec::new(),
-            _files: files,
-        };
+        let served = ServedModel::new(model::write_and_open(files.path(), template), MODEL);
+        let mut cluster = Cluster::of_models(files, vec![served], config, answers).await;
         for _ in 0..prefill {
             cluster.add(Role::Prefill, |_| {}).await;
         }
@@ -98,14 +78,51 @@ impl Cluster {
         cluster
     }
 
+    /// A router of these models, whose files are in `files`, without workers yet.
+    pub async fn of_models(
+        files: tempfile::TempDir,
+        models: Vec<ServedModel>,
+        config: RouterConfig,
+        answers: &[&str],
+    ) -> Cluster {
+        logs::watch();
+        let registry = EmbeddedRegistry::new();
+        let shutdown = Shutdown::new(Duration::from_secs(20));
+        let tasks = Tasks::new(shutdown.clone());
+        let readiness = Readiness::new("starting");
+        let choice = RegistryChoice::Embedded(registry.clone());
+        let router = baton_router::start(&config, models, choice, shutdown.clone(), &tasks, readiness.clone());
+        let router = router.await.unwrap();
+        Cluster {
+            world: World::new(answers),
+            registry,
+            readiness,
+            shutdown,
+            tasks,
+            router,
+            http: reqwest::Client::new(),
+            leases: Vec::new(),
+            workers: Vec::new(),
+            _files: files,
+        }
+    }
+
     /// Tries to start a router without workers.
     pub async fn try_start(config: RouterConfig) -> Result<RunningRouter, baton_router::RouterError> {
         let files = tempfile::tempdir().unwrap();
         let served = ServedModel::new(model::write_and_open(files.path(), model::TEMPLATE), MODEL);
+        Cluster::try_start_with(config, vec![served]).await
+    }
+
+    /// Tries to start a router of these models, without workers.
+    pub async fn try_start_with(
+        config: RouterConfig,
+        models: Vec<ServedModel>,
+    ) -> Result<RunningRouter, baton_router::RouterError> {
         let shutdown = Shutdown::new(Duration::from_secs(20));
         let choice = RegistryChoice::Embedded(EmbeddedRegistry::new());
         let (tasks, readiness) = (Tasks::new(shutdown.clone()), Readiness::new("starting"));
-        baton_router::start(&config, served, choice, shutdown, &tasks, readiness).await
+        baton_router::start(&config, models, choice, shutdown, &tasks, readiness).await
     }
 
     /// Starts and registers a worker; `change` edits its registration.
