@@ -35,6 +35,10 @@ soak seconds="600": simulate mutants
     cargo run --release -p baton-tests --example soak -- --seconds {{ seconds }}
     cargo run --release -p baton-tests --example soak -- --pressure 40 --clients 16 --seconds {{ seconds }} --prompt 40 --answer 300
 
+# Clients, harnesses and a fuzzer of APIs that are not ours, before a release; --reference adds 5 GB and lm-eval against transformers
+clients *words:
+    tests/clients/run {{ words }}
+
 # Every fuzz target for so many seconds
 fuzz seconds="600":
     cargo run --profile fuzz -p baton-fuzz -- all {{ seconds }}

@@ -14,9 +14,11 @@ pub(crate) fn document() -> Value {
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
     });
-    let mut writer = Writer(settings.into_generator());
+    let (reads, writes) = (settings.clone().into_generator(), settings.for_serialize().into_generator());
+    let mut writer = Writer { reads, writes };
     let paths = writer.paths();
-    let schemas = writer.0.take_definitions(true);
+    let mut schemas = writer.reads.take_definitions(true);
+    schemas.extend(writer.writes.take_definitions(true));
     json!({
         "openapi": "3.1.0",
         "info": {
@@ -35,14 +37,19 @@ pub(crate) fn document() -> Value {
     })
 }
 
-struct Writer(SchemaGenerator);
+struct Writer {
+    /// Schemas of requests: what may be left out of them.
+    reads: SchemaGenerator,
+    /// Schemas of answers: what may be missing in them.
+    writes: SchemaGenerator,
+}
 
 impl Writer {
     fn paths(&mut self) -> Value {
         let (chat, text) = (self.both::<ChatFields>(), self.both::<CompletionFields>());
-        let answer = answer::schema(&mut self.0).to_value();
+        let answer = answer::schema(&mut self.writes).to_value();
         let response = responses::schema();
-        let (tokenize, detokenize) = (self.of::<TokenizeFields>(), self.of::<DetokenizeFields>());
+        let (tokenize, detokenize) = (self.read::<TokenizeFields>(), self.read::<DetokenizeFields>());
         let model = json!({"name": "id", "in": "path", "required": true, "schema": {"type": "string"}});
         json!({
             "/v1/chat/completions": {"post": self.generates("Answer a conversation", &chat, &answer)},
@@ -60,30 +67,34 @@ impl Writer {
         })
     }
 
-    fn of<T: JsonSchema>(&mut self) -> Value {
-        self.0.subschema_for::<T>().to_value()
+    fn read<T: JsonSchema>(&mut self) -> Value {
+        self.reads.subschema_for::<T>().to_value()
+    }
+
+    fn written<T: JsonSchema>(&mut self) -> Value {
+        self.writes.subschema_for::<T>().to_value()
     }
 
     /// A request's own fields and the common ones.
     fn both<T: JsonSchema>(&mut self) -> Value {
-        json!({"allOf": [self.of::<T>(), self.of::<CommonFields>()]})
+        json!({"allOf": [self.read::<T>(), self.read::<CommonFields>()]})
     }
 
     fn generates(&mut self, summary: &str, request: &Value, answer: &Value) -> Value {
         let content = json!({
             "application/json": {"schema": answer},
-            "text/event-stream": {"schema": {"type": "string", "description": "With `stream: true`: an event for each chunk."}},
+            "text/event-stream": {"schema": {"description": "With `stream: true`: an event for each chunk."}},
         });
         self.operation(summary, Some(request), content)
     }
 
     fn posts<T: JsonSchema>(&mut self, summary: &str, request: &Value) -> Value {
-        let content = json!({"application/json": {"schema": self.of::<T>()}});
+        let content = json!({"application/json": {"schema": self.written::<T>()}});
         self.operation(summary, Some(request), content)
     }
 
     fn gets<T: JsonSchema>(&mut self, summary: &str) -> Value {
-        let content = json!({"application/json": {"schema": self.of::<T>()}});
+        let content = json!({"application/json": {"schema": self.written::<T>()}});
         self.operation(summary, None, content)
     }
 
@@ -116,7 +127,7 @@ impl Writer {
     }
 
     fn error(&mut self, description: &str) -> Value {
-        json!({"description": description, "content": {"application/json": {"schema": self.of::<ErrorBody>()}}})
+        json!({"description": description, "content": {"application/json": {"schema": self.written::<ErrorBody>()}}})
     }
 }
 

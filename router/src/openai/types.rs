@@ -21,6 +21,7 @@ pub(crate) struct ChatFields {
     #[schemars(range(max = 20))]
     pub top_logprobs: Option<u32>,
     /// Functions, each as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    #[schemars(length(max = 128))]
     pub tools: Option<Vec<serde_json::Value>>,
     /// none, auto, required, or a function.
     pub tool_choice: Option<serde_json::Value>,
@@ -117,8 +118,8 @@ pub(crate) struct StructuredOutputs {
 /// The required form of the answer.
 #[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct ResponseFormat {
-    /// text, json_object or json_schema.
     #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["text", "json_object", "json_schema"]))]
     pub kind: String,
     pub json_schema: Option<NamedSchema>,
 }
@@ -139,7 +140,7 @@ pub(crate) struct StreamOptions {
 /// One message of a conversation.
 #[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct Message {
-    /// system, developer, user, assistant or tool.
+    #[schemars(extend("enum" = ["system", "developer", "user", "assistant", "tool"]))]
     pub role: String,
     pub content: Option<Content>,
     pub reasoning_content: Option<String>,
@@ -174,8 +175,8 @@ pub(crate) enum Content {
 /// A part of a message.
 #[derive(Debug, Deserialize, JsonSchema)]
 pub(crate) struct Part {
-    /// text; this model reads nothing else.
     #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["text"]))]
     pub kind: String,
     pub text: Option<String>,
 }
