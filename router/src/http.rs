@@ -1,8 +1,8 @@
 //! The HTTP front door: routes, bodies, errors. `openai` builds the answer, and `sse.rs` streams it.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -47,7 +47,7 @@ pub(crate) fn routes(front: Arc<Front>) -> Router {
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
         .route("/version", get(version))
-        .route("/openapi.json", get(|| async { Json(openai::document()) }))
+        .route("/openapi.json", get(document))
         .route("/health", get(|| async { "alive\n" }))
         .route("/ready", get(ready))
         .fallback(no_route)
@@ -230,7 +230,10 @@ async fn models(State(door): State<Door>, headers: HeaderMap) -> Response {
 
 async fn model(State(door): State<Door>, Path(id): Path<String>, headers: HeaderMap) -> Response {
     match tenant(&door.front, &headers).and_then(|_| door.front.models.named(&id)) {
-        Ok(served) => Json(model_object(&door.front, served, served.model.id())).into_response(),
+        Ok(served) => {
+            let asked = served_names(served).find(|name| *name == id);
+            Json(model_object(&door.front, served, asked.unwrap_or(served.model.id()))).into_response()
+        }
         Err(error) => refusal(&error),
     }
 }
@@ -272,6 +275,11 @@ fn answered(door: &Door, answer: Result<impl serde::Serialize, RequestError>) ->
             refusal(&error)
         }
     }
+}
+
+async fn document() -> Response {
+    static DOCUMENT: LazyLock<Bytes> = LazyLock::new(|| openai::document().to_string().into());
+    ([(header::CONTENT_TYPE, "application/json")], DOCUMENT.clone()).into_response()
 }
 
 async fn version() -> Response {

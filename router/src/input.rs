@@ -21,6 +21,8 @@ const MAX_STOPS: usize = 4;
 const MAX_STOP_BYTES: usize = 1024;
 const MAX_STOP_IDS: usize = 256;
 const MAX_BIASES: usize = 1024;
+/// Most prompt tokens whose log probabilities a request of several choices gets, all together: they are held until the answer is sent (I5).
+const MAX_SCORED: u64 = 32 << 10;
 
 /// How a request is cached and ranked among others. Its answer does not depend on this (I1).
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -127,6 +129,16 @@ impl GenerateInput {
             // The same seed and prompt give the same n answers, whichever workers compute them (I1).
             let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
             planned.push(Planned { prompt: ids.into(), choices: choices.collect() });
+        }
+        let tokens = |plan: &Planned| plan.prompt.len() as u64 * plan.choices.len() as u64;
+        let scored: u64 = planned.iter().map(tokens).sum();
+        let several = planned.iter().map(|plan| plan.choices.len()).sum::<usize>() > 1;
+        if self.sampling.prompt_logprobs.is_some() && several && scored > MAX_SCORED {
+            let wrong = format!(
+                "log probabilities of {scored} prompt tokens are asked for; at most {MAX_SCORED} come with one request of several \
+                 answers: send fewer prompts, or a smaller n"
+            );
+            return Err(RequestError::invalid("prompt", wrong));
         }
         Ok(planned)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_cluster::{Role, View};
+use baton_cluster::{Member, Role, View};
 use baton_runtime::Tls;
 use baton_types::{ErrorKind, SamplingParams};
 use serde_json::{Value, json};
@@ -118,11 +118,23 @@ impl Models {
         for served in self.all() {
             let own = match self.others.is_empty() {
                 true => Arc::clone(view),
-                false => Arc::new(of_model(view, served.model.name())),
+                false => Arc::new(self.part(view, served)),
             };
             served.workers.update(own);
             served.gate.iter().for_each(|gate| gate.open());
         }
+    }
+
+    /// The part of a view that is about one model: its workers, and whoever has none. The first one also shows workers of models that are not
+    /// served here, so that people see them.
+    fn part(&self, view: &View, served: &Served) -> View {
+        let is_served = |name: &str| self.all().any(|served| served.model.name() == name);
+        let is_first = Arc::ptr_eq(&served.model, &self.first.model);
+        let own = |member: &&Member| {
+            let works = matches!(member.role, Role::Prefill | Role::Decode);
+            !works || member.model == served.model.name() || is_first && !is_served(&member.model)
+        };
+        View { members: view.members.iter().filter(own).cloned().collect(), ..View::clone(view) }
     }
 
     /// Why no request of any model can be served now; None when some can.
@@ -153,11 +165,4 @@ impl Models {
 /// A model's names, and how to sample it where a request does not say.
 fn sampled(served: &Served) -> (Vec<String>, SamplingParams) {
     (served.model.names().map(str::to_owned).collect(), served.model.defaults().clone())
-}
-
-/// The part of a view that is about one model: its workers, and whoever has none.
-fn of_model(view: &View, model: &str) -> View {
-    let own = |role: Role, of: &str| of == model || !matches!(role, Role::Prefill | Role::Decode);
-    let members = view.members.iter().filter(|member| own(member.role, &member.model)).cloned().collect();
-    View { members, ..View::clone(view) }
 }

@@ -66,6 +66,16 @@ impl Reasoning {
         }
     }
 
+    /// Drops white space. True when something else is there, which begins `next`.
+    fn skip_space(&mut self, next: State) -> bool {
+        let space = self.held.len() - self.held.trim_start().len();
+        self.held.drain(..space);
+        if !self.held.is_empty() {
+            self.state = next;
+        }
+        !self.held.is_empty()
+    }
+
     /// Decides about the beginning of `held`. True when the state changed and there may be more.
     fn step(&mut self, split: &mut Split) -> bool {
         let (open, close) = THOUGHTS;
@@ -81,15 +91,7 @@ impl Reasoning {
                 }
                 true
             }
-            State::Opening => {
-                let space = self.held.len() - self.held.trim_start().len();
-                self.held.drain(..space);
-                if self.held.is_empty() {
-                    return false;
-                }
-                self.state = State::Thinking;
-                true
-            }
+            State::Opening => self.skip_space(State::Thinking),
             State::Thinking => {
                 let found = self.held.find(close);
                 let sure = found.unwrap_or_else(|| self.held.len() - begun(&self.held, close));
@@ -101,15 +103,7 @@ impl Reasoning {
                 }
                 found.is_some()
             }
-            State::Between => {
-                let space = self.held.len() - self.held.trim_start().len();
-                self.held.drain(..space);
-                if self.held.is_empty() {
-                    return false;
-                }
-                self.state = State::Answer;
-                true
-            }
+            State::Between => self.skip_space(State::Answer),
             State::Answer => {
                 split.text += &std::mem::take(&mut self.held);
                 false

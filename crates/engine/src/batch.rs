@@ -32,9 +32,8 @@ pub trait ModelRunner: Send {
     /// known by now, and its block tables are the current ones.
     ///
     /// Pushes, in row order, one [`TokenOut`] for each token that a row scores, then one for the token it samples, if it
-    /// samples; and nothing else. When no token can be chosen
-    /// for a row, [`TokenOut::failed`] says why, and only its sequence fails. The step is over after this call, also
-    /// after an error: nothing of it is in flight.
+    /// samples; and nothing else. When no token can be chosen for a row, [`TokenOut::failed`] says why, and only its
+    /// sequence fails. The step is over after this call, also after an error: nothing of it is in flight.
     fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError>;
 
     /// Whether a step may be launched before the previous one is collected, with rows that follow it
@@ -89,9 +88,8 @@ pub struct Row<'a> {
     /// Tokens to compute, at least one.
     pub tokens: &'a [u32],
     /// Place, among all that the previous step gives, of the token that this row consumes; the row then has exactly one
-    /// token.
-    /// Until the previous step is collected, `tokens` is a placeholder and [`Sample::generated`] lacks that token. A
-    /// sequence whose sampling needs that token ([`SamplingParams::looks_back`]) never has such a row.
+    /// token. Until the previous step is collected, `tokens` is a placeholder and [`Sample::generated`] lacks that token.
+    /// A sequence whose sampling needs that token ([`SamplingParams::looks_back`]) never has such a row.
     pub follows: Option<u32>,
     /// Position of `tokens[0]`. The KV of all earlier positions is in the pool, or the batch's copies bring it there.
     pub start: u32,

@@ -11,7 +11,7 @@ mod validate;
 
 use std::collections::{BTreeMap, VecDeque};
 
-use baton_kv_cache::{BlockCopy, CacheConfig, KvPools};
+use baton_kv_cache::{BlockCopy, CacheConfig, KvPools, Tables};
 use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
@@ -51,10 +51,7 @@ pub fn answer(
     params: &SamplingParams,
 ) -> Result<Vec<TokenOut>, RunError> {
     let most = prompt.len() as u32 + params.max_tokens;
-    let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(most as usize) as u32);
-    let failed = |error: baton_kv_cache::KvError| RunError(error.to_string());
-    let tables =
-        KvPools::new(&geometry, CacheConfig::default()).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
+    let (geometry, tables) = pool_for(layout, most)?;
     let mut model = FakeModel::new(geometry, vocab);
     let (mut tokens, mut answer, mut start) = (prompt.to_vec(), Vec::new(), 0);
     while answer.len() < params.max_tokens as usize {
@@ -79,17 +76,20 @@ pub fn answer(
     Ok(answer)
 }
 
+/// A pool for so many tokens, and tables that cover them.
+fn pool_for(layout: &KvLayout, tokens: u32) -> Result<(PoolGeometry, Tables), RunError> {
+    let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(tokens as usize) as u32);
+    let tables = KvPools::new(&geometry, CacheConfig::default()).and_then(|mut pools| pools.allocate(tokens));
+    Ok((geometry, tables.map_err(|error| RunError(error.to_string()))?))
+}
+
 /// Log probabilities of a prompt that is computed alone, without an engine, as [`SamplingParams::prompt_logprobs`] asks for
 /// them: the reference every route must match (I1).
 pub fn scores(layout: &KvLayout, vocab: u32, prompt: &[u32], top: u32) -> Result<Vec<TokenOut>, RunError> {
     if prompt.len() < 2 {
         return Ok(Vec::new());
     }
-    let most = prompt.len() as u32;
-    let geometry = PoolGeometry::uniform(layout.clone(), layout.blocks_for(most as usize) as u32);
-    let failed = |error: baton_kv_cache::KvError| RunError(error.to_string());
-    let tables =
-        KvPools::new(&geometry, CacheConfig::default()).and_then(|mut pools| pools.allocate(most)).map_err(failed)?;
+    let (geometry, tables) = pool_for(layout, prompt.len() as u32)?;
     let row = Row {
         seq: SeqId(0),
         tokens: prompt,

@@ -27,13 +27,40 @@ use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
 
 use crate::sequence::{Doom, Phase, Sequence};
-use crate::{Engine, Event, SequenceError, Start, Step, StepRow, Time};
+use crate::{Engine, Event, Order, SequenceError, Start, Step, StepRow, Time};
 
 /// Most steps that are planned and not applied: the one being computed and the one launched behind it.
 const MOST_IN_FLIGHT: u32 = 2;
 
 /// How long a sequence waits for blocks in quarantine when nothing else can give it any, in milliseconds (I5).
 const QUARANTINE_WAIT_MS: u64 = 2_000;
+
+/// Whose prompts are not computed in a step though they are first, because they do not fit as a whole.
+#[derive(Clone, Copy)]
+enum PassedOver {
+    Nobody,
+    Only(u64),
+    Several,
+}
+
+impl PassedOver {
+    fn add(&mut self, tenant: u64) {
+        *self = match *self {
+            PassedOver::Nobody => PassedOver::Only(tenant),
+            PassedOver::Only(known) if known == tenant => PassedOver::Only(tenant),
+            _ => PassedOver::Several,
+        };
+    }
+
+    /// Whether a later prompt of this tenant may be computed before theirs.
+    fn lets(self, tenant: u64) -> bool {
+        match self {
+            PassedOver::Nobody => true,
+            PassedOver::Only(known) => known == tenant,
+            PassedOver::Several => false,
+        }
+    }
+}
 
 impl Engine {
     /// Plans the next step; `None` when there is nothing to compute now. Also ends sequences whose deadline has passed,
@@ -158,6 +185,9 @@ impl Engine {
     /// 2. those that can be finished in this step;
     /// 3. the others, in the order of turns.
     ///
+    /// Where tenants share ([`Order::Priority`]), a short prompt takes the place of a long one of its own tenant only: it would
+    /// have more than its share otherwise.
+    ///
     /// Together they get at most [`crate::EngineConfig::pack_tokens`], but the first always gets its whole chunk. If
     /// that does not finish it, others may finish beside it up to the token budget: they delay it little, while waiting
     /// for it would delay them by all it lacks.
@@ -166,7 +196,9 @@ impl Engine {
         let decodes = rows.len();
         // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
+        let shares = self.config.order == Order::Priority;
         for whole in [true, false] {
+            let mut passed_over = PassedOver::Nobody;
             for at in 0..self.running.len() {
                 let seq = self.running[at].seq;
                 let Some(sequence) = self.sequences.get(&seq) else { continue };
@@ -182,9 +214,12 @@ impl Engine {
                 if len == 0 || seated || sequence.covered() < sequence.next_start() + len {
                     continue;
                 }
-                if goes_on.is_none() || !whole || len == remaining {
+                let ends = len == remaining && (!shares || passed_over.lets(sequence.tenant));
+                if goes_on.is_none() || !whole || ends {
                     self.push_row(seq, len, rows);
                     packed += len;
+                } else {
+                    passed_over.add(sequence.tenant);
                 }
                 goes_on.get_or_insert(len < remaining);
             }

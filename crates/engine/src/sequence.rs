@@ -100,6 +100,7 @@ pub(crate) struct Sequence {
     /// Chain hashes of the full blocks it was submitted with.
     pub names: Vec<u64>,
     pub turn: Turn,
+    pub tenant: u64,
     /// The start tag of its tenant's share.
     pub start_tag: u64,
     pub phase: Phase,
@@ -152,7 +153,7 @@ pub(crate) enum Doom {
 
 impl Sequence {
     pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
-        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _, share: _ } =
+        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _, share } =
             new;
         // Cached KV has no logits.
         let prefix = prefix.filter(|_| params.prompt_logprobs.is_none());
@@ -168,6 +169,7 @@ impl Sequence {
             prefix,
             names,
             turn,
+            tenant: share.tenant,
             start_tag: 0,
             phase: Phase::Waiting,
             swapped: None,

@@ -4,7 +4,9 @@
 
 mod rig;
 
-use baton_engine::{Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, SequenceError, Start, Time, fake};
+use baton_engine::{
+    Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, Order, SequenceError, Share, Start, Time, fake,
+};
 use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
 use proptest::prelude::*;
 use rig::{LIMITS, Rig, VOCAB, first, layout, request};
@@ -103,6 +105,26 @@ fn prompts_are_packed_up_to_the_saturating_length() {
     assert_eq!(rig.step(), [(0, 1), (1, 2), (2, 7), (4, 3)], "filled up, decode rows not counted");
     assert_eq!(rig.step(), [(0, 1), (1, 1), (4, 1), (2, 20), (3, 13)]);
     assert_eq!(rig.step(), [(0, 1), (1, 1), (3, 1), (4, 1), (2, 13)]);
+}
+
+/// A step's rest is no way around a share: a short prompt goes before a longer one of its own tenant, not of another.
+#[test]
+fn a_short_prompt_does_not_take_the_place_of_another_tenants() {
+    let config = EngineConfig { order: Order::Priority, overtakes: 9, pack_tokens: 30, ..LIMITS };
+    let rows = |tenants: [u64; 4]| {
+        let mut rig = Rig::new(config, 100);
+        for (tenant, prompt) in tenants.into_iter().zip([20, 25, 8, 9]) {
+            let share = Share { tenant, weight: 1 };
+            rig.engine.submit(NewSequence { share, ..request(Start::Compute, prompt, 2) }).unwrap();
+        }
+        rig.step()
+    };
+    assert_eq!(rows([1, 1, 1, 1]), [(0, 20), (1, 2), (2, 8)], "of one tenant, what can end does");
+    // Of the second tenant, which is to have as much: its two short prompts are before the first one's long ones.
+    assert_eq!(rows([1, 1, 2, 2]), [(2, 8), (3, 9), (0, 13)]);
+    // The first tenant has the earliest prompt and the second the next one, which does not fit: nobody takes its place.
+    assert_eq!(rows([1, 2, 1, 1]), [(0, 20), (1, 10)]);
+    assert_eq!(rows([1, 2, 2, 2]), [(0, 20), (1, 2), (2, 8)], "but its own tenant");
 }
 
 #[test]

@@ -79,8 +79,9 @@ impl<B: Backend> Decoder<B> {
         self.forward(on_layer, draws)
     }
 
-    /// Computes the logits that are wanted, in portions that fit the logits buffer, and calls `turn(decoder, first row of logits, count)` for each portion. Of several ranks only rank 0 has the logits and calls `turn`. For a padded step, `on_layer` is called at
-    /// the end for all layers.
+    /// Computes the logits that are wanted, in portions that fit the logits buffer, and calls `turn(decoder, first row of logits, count)` for
+    /// each portion. Of several ranks only rank 0 has the logits and calls `turn`. For a padded step, `on_layer` is called at the end for all
+    /// layers.
     fn in_turns(
         &mut self,
         on_layer: &mut dyn FnMut(u32),

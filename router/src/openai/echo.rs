@@ -13,8 +13,9 @@ use crate::sink::Piece;
 pub(crate) struct Echo {
     ids: Arc<[u32]>,
     text: String,
-    /// Characters of `text` before each token.
+    /// Characters of `text` before each token, and all of them.
     offsets: Vec<u32>,
+    chars: u32,
 }
 
 impl Echo {
@@ -28,7 +29,7 @@ impl Echo {
             text += &piece;
         }
         text += &stream.finish();
-        Echo { ids: Arc::clone(ids), text, offsets }
+        Echo { ids: Arc::clone(ids), chars: text.chars().count() as u32, text, offsets }
     }
 
     /// What comes before anything else of an answer. With log probabilities that is also the first token, which has none.
@@ -46,7 +47,6 @@ impl Echo {
 
     /// The same token of the answer, with the prompt before it.
     pub fn after(&self, piece: Piece) -> Piece {
-        let prompt = self.text.chars().count() as u32;
-        Piece { offset: piece.offset + prompt, ..piece }
+        Piece { offset: piece.offset + self.chars, ..piece }
     }
 }

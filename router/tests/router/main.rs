@@ -7,6 +7,7 @@ mod api;
 mod false_workers;
 mod grpc;
 mod listeners;
+mod logprobs;
 mod models;
 mod reasoning;
 mod recovery;

@@ -44,6 +44,11 @@ async fn each_model_is_answered_by_its_own_workers() {
     let list: Value = cluster.http.get(cluster.url("/v1/models")).send().await.unwrap().json().await.unwrap();
     let ids: Vec<_> = list["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
     assert_eq!(ids, ["small", "chat", "big"]);
+    let one: Value = cluster.http.get(cluster.url("/v1/models/chat")).send().await.unwrap().json().await.unwrap();
+    assert_eq!(one["id"], "chat");
+    cluster.add(Role::Decode, |member| member.model = "nobody's".into()).await;
+    // People see it, though nobody asks for its model.
+    cluster.seen(3).await;
     let mut client = InferenceClient::connect(cluster.grpc_url()).await.unwrap();
     let listed = client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
     let listed: Vec<_> = listed.iter().map(|model| (model.id.as_str(), &model.aliases[..])).collect();

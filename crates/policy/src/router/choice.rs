@@ -460,8 +460,11 @@ impl Choice {
                     if self.pace.has_begun() && reason != FinishReason::Cancelled {
                         self.judge(Subject::Worker(placed.decode), Outcome::Worked(self.pace.per_token()));
                     }
-                    let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
-                    self.todo.push_back(Effect::Note { placed, names });
+                    // A prompt that was scored is in no prefix cache.
+                    if !self.request.scored {
+                        let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
+                        self.todo.push_back(Effect::Note { placed, names });
+                    }
                 }
                 self.todo.push_back(Effect::Finish { reason, cached_tokens });
             }

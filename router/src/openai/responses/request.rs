@@ -62,7 +62,10 @@ fn translate(fields: &mut Fields) -> Result<(), RequestError> {
     if let Some(most) = fields.remove("max_output_tokens") {
         fields.insert("max_completion_tokens".to_owned(), most);
     }
-    if let Some(text) = fields.remove("text") {
+    if let Some(text) = fields.remove("text").filter(|text| !text.is_null()) {
+        if !text.is_object() {
+            return Err(RequestError::invalid("text", "text must be an object with a format"));
+        }
         fields.insert("response_format".to_owned(), format(&text["format"]));
     }
     if let Some(Value::Array(tools)) = fields.get_mut("tools") {
@@ -181,6 +184,7 @@ mod tests {
             (json!({"max_output_tokens": "x"}), "max_output_tokens"),
             (json!({"text": {"format": {"type": "json_schema", "schema": {}}}}), "text.format.name"),
             (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
+            (json!({"text": "json"}), "text"),
             (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "input[0].content[0]"),
             (json!({"instructions": "x", "input": [{"role": "wizard", "content": "x"}]}), "input[0].role"),
             (json!({"temperatur": 1}), "temperatur"),

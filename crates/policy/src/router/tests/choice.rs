@@ -316,6 +316,9 @@ fn each_score_is_given_once_also_after_a_failure() {
     assert_eq!(scene.step(said(scores(1..2))), []);
     assert_eq!(scene.step(said(scores(2..4))), [Effect::EmitScored(scores(3..4))]);
     assert!(scene.step(first(0)).contains(&Effect::Emit(out(0))));
+    let ended = scene.step(ChoiceInput::Taken(Taken::StopMatched));
+    assert!(matches!(ended.last(), Some(Effect::Finish { .. })));
+    assert!(!ended.iter().any(|e| matches!(e, Effect::Note { .. })), "its KV is kept nowhere: {ended:?}");
 }
 
 #[test]
