@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_cluster::{Member, Role, View};
+use baton_cluster::View;
 use baton_runtime::Tls;
 use baton_types::{ErrorKind, SamplingParams};
 use serde_json::{Value, json};
@@ -113,28 +113,12 @@ impl Models {
         Arc::clone(&self.defaults)
     }
 
-    /// Applies a new view: each model's workers go to their model.
+    /// Applies a new view. Each model's fleet places on its own workers only; connections to the others are never made.
     pub fn update(&self, view: &Arc<View>) {
         for served in self.all() {
-            let own = match self.others.is_empty() {
-                true => Arc::clone(view),
-                false => Arc::new(self.part(view, served)),
-            };
-            served.workers.update(own);
+            served.workers.update(Arc::clone(view));
             served.gate.iter().for_each(|gate| gate.open());
         }
-    }
-
-    /// The part of a view that is about one model: its workers, and whoever has none. The first one also shows workers of models that are not
-    /// served here, so that people see them.
-    fn part(&self, view: &View, served: &Served) -> View {
-        let is_served = |name: &str| self.all().any(|served| served.model.name() == name);
-        let is_first = Arc::ptr_eq(&served.model, &self.first.model);
-        let own = |member: &&Member| {
-            let works = matches!(member.role, Role::Prefill | Role::Decode);
-            !works || member.model == served.model.name() || is_first && !is_served(&member.model)
-        };
-        View { members: view.members.iter().filter(own).cloned().collect(), ..View::clone(view) }
     }
 
     /// Why no request of any model can be served now; None when some can.
@@ -150,13 +134,14 @@ impl Models {
             return page;
         }
         let pages: Vec<_> = self.all().map(|served| served.workers.describe()).collect();
-        let mut members: Vec<Value> = Vec::new();
-        for member in pages.iter().flat_map(|page| page["members"].as_array().into_iter().flatten()) {
-            if !members.iter().any(|known| known["id"] == member["id"]) {
-                members.push(member.clone());
+        // All pages have all members; that of a member's model knows how it fares.
+        for member in page["members"].as_array_mut().into_iter().flatten() {
+            let own = pages.iter().find(|page| page["model"] == member["model"]);
+            let mut known = own.and_then(|page| page["members"].as_array()).into_iter().flatten();
+            if let Some(known) = known.find(|known| known["id"] == member["id"]) {
+                *member = known.clone();
             }
         }
-        page["members"] = members.into();
         page["models"] = pages.iter().map(|p| json!({"model": p["model"], "served_name": p["served_name"]})).collect();
         page
     }
