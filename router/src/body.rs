@@ -12,8 +12,15 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::error::RequestError;
 
-/// Longest time a body may take to arrive.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// A body may take this long to arrive, and a second more for each [`PACE`] bytes that have come.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PACE: u32 = 16 << 10;
+/// What a value of a large body may cost once it is read: a text or the name of a field, an array or an object.
+const VALUE: usize = 128;
+/// What any other element of an array or an object may cost.
+const ELEMENT: usize = 32;
+/// Most texts, names, arrays and objects of a body. Conversations of thousands of messages have fewer.
+const MAX_VALUES: usize = 256 << 10;
 /// Bytes that a permit of the memory stands for.
 const UNIT: usize = 1 << 10;
 
@@ -24,10 +31,17 @@ pub(crate) struct Bodies {
     units: Arc<Semaphore>,
 }
 
-/// A body in memory. Its share of the memory is free when it is dropped.
+/// A body in memory.
 pub(crate) struct Held {
     pub bytes: Vec<u8>,
-    _share: Option<OwnedSemaphorePermit>,
+    pub share: Share,
+}
+
+/// A body's share of the memory. It is free when this is dropped.
+#[derive(Default)]
+pub(crate) struct Share {
+    units: usize,
+    permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Bodies {
@@ -42,23 +56,23 @@ impl Bodies {
     /// The share grows with what has arrived: a client that says a length and sends nothing holds nothing. It is never waited for, so no two
     /// bodies wait for each other's end.
     pub async fn read(&self, body: Body) -> Result<Held, RequestError> {
-        let until = Instant::now() + BODY_TIMEOUT;
+        let begun = Instant::now();
         let said = body.size_hint().exact().map(|length| usize::try_from(length).unwrap_or(usize::MAX));
         if said.is_some_and(|length| length > self.limit) {
             return Err(self.too_large());
         }
-        let mut held = Held { bytes: Vec::new(), _share: None };
-        let mut share = 0;
+        let mut held = Held { bytes: Vec::new(), share: Share::default() };
         // Costs no memory until it is written to.
         held.bytes.reserve_exact(said.unwrap_or(0));
         let mut chunks = body.into_data_stream();
         loop {
             let slow = |_| RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time");
+            let until = begun + PATIENCE + Duration::from_secs(1) * held.bytes.len() as u32 / PACE;
             match timeout_at(until, chunks.next()).await.map_err(slow)? {
                 None => return Ok(held),
                 Some(Ok(chunk)) if held.bytes.len() + chunk.len() <= self.limit => {
                     let length = held.bytes.len() + chunk.len();
-                    self.grow(&mut held, &mut share, length)?;
+                    self.grow(&mut held.share, length)?;
                     held.bytes.extend_from_slice(&chunk);
                 }
                 Some(Ok(_)) => return Err(self.too_large()),
@@ -69,18 +83,28 @@ impl Bodies {
         }
     }
 
-    /// Takes memory for a body of this length, of which `share` units are taken already.
-    fn grow(&self, held: &mut Held, share: &mut usize, length: usize) -> Result<(), RequestError> {
-        let more = length.div_ceil(UNIT).saturating_sub(*share);
+    /// Takes memory for what reading a body makes of it, before it is read. Fails if that is too much, or if there is not enough left.
+    pub fn weigh(&self, held: &mut Held) -> Result<(), RequestError> {
+        let (values, elements) = count(&held.bytes);
+        if values > MAX_VALUES {
+            let wrong = format!("the body has {values} texts, arrays and objects; at most {MAX_VALUES} are allowed");
+            return Err(RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large"));
+        }
+        self.grow(&mut held.share, held.bytes.len() + values * VALUE + elements * ELEMENT)
+    }
+
+    /// Takes memory for so many bytes, less what the share has already.
+    fn grow(&self, share: &mut Share, bytes: usize) -> Result<(), RequestError> {
+        let more = bytes.div_ceil(UNIT).saturating_sub(share.units);
         let taken = u32::try_from(more).ok().and_then(|more| Arc::clone(&self.units).try_acquire_many_owned(more).ok());
         let Some(taken) = taken else {
             let memory = self.memory;
             let full = format!("requests being read fill the {memory} there are for them (--body-memory); retry later");
             return Err(RequestError::new(ErrorKind::ResourceExhausted, full).code("too_many_requests"));
         };
-        *share += more;
-        match &mut held._share {
-            Some(share) => share.merge(taken),
+        share.units += more;
+        match &mut share.permit {
+            Some(permit) => permit.merge(taken),
             none => *none = Some(taken),
         }
         Ok(())
@@ -93,10 +117,74 @@ impl Bodies {
     }
 }
 
+/// How many texts, arrays and objects JSON has, and how many commas.
+fn count(json: &[u8]) -> (usize, usize) {
+    let (mut values, mut elements, mut in_text) = (0, 0, false);
+    let mut bytes = json.iter();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => {
+                values += usize::from(!in_text);
+                in_text = !in_text;
+            }
+            b'\\' if in_text => drop(bytes.next()),
+            b'{' | b'[' if !in_text => values += 1,
+            b',' if !in_text => elements += 1,
+            _ => {}
+        }
+    }
+    (values, elements)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use futures::stream;
+
+    #[test]
+    fn values_are_counted_outside_texts() {
+        assert_eq!(count(br#"{"a": [1, 2, "b,{[\\"], "c\"]": null}"#), (5, 3));
+        assert_eq!(count(br#""\\\" , [""#), (1, 0));
+        assert_eq!(count(b""), (0, 0));
+    }
+
+    /// I5: what is small as text and large once it is read counts as what it will be.
+    #[tokio::test]
+    async fn a_body_weighs_what_reading_it_costs() {
+        let bodies = Bodies::new(64 << 10, Bytes(1 << 20));
+        let body = |text: String| async { bodies.read(Body::from(text)).await.unwrap() };
+        let (mut long, mut deep) = (body("x".repeat(60 << 10)).await, body("[".repeat(7 << 10)).await);
+        bodies.weigh(&mut long).unwrap();
+        bodies.weigh(&mut deep).unwrap();
+        let mut another = body("{".repeat(60 << 10)).await;
+        assert_eq!(bodies.weigh(&mut another).unwrap_err().kind, ErrorKind::ResourceExhausted);
+        drop((long, deep, another));
+        let mut numbers = body("1,".repeat(30 << 10)).await;
+        bodies.weigh(&mut numbers).unwrap();
+        assert!(bodies.read(Body::from(vec![1; 40 << 10])).await.is_err());
+        drop(numbers);
+        assert!(bodies.read(Body::from(vec![1; 40 << 10])).await.is_ok());
+        let bodies = Bodies::new(8 << 20, Bytes(1 << 30));
+        let mut huge = bodies.read(Body::from("{".repeat(MAX_VALUES + 1))).await.unwrap();
+        assert_eq!(bodies.weigh(&mut huge).unwrap_err().kind, ErrorKind::TooLarge);
+    }
+
+    /// I5: a client that sends a little now and then holds its connection no longer than one that sends nothing.
+    #[tokio::test(start_paused = true)]
+    async fn a_body_must_arrive_at_a_pace() {
+        let bodies = Bodies::new(8 << 20, Bytes(64 << 20));
+        let drops = |bytes: usize, count: usize| {
+            let pieces = stream::repeat_with(move || Ok::<_, std::io::Error>(vec![b'x'; bytes])).take(count);
+            Body::from_stream(pieces.then(|piece| async {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                piece
+            }))
+        };
+        let begun = Instant::now();
+        let late = bodies.read(drops(100, 1000)).await.err().unwrap();
+        assert_eq!((late.kind, begun.elapsed().as_secs()), (ErrorKind::DeadlineExceeded, 10));
+        assert_eq!(bodies.read(drops(PACE as usize, 300)).await.unwrap().bytes.len(), 300 * PACE as usize);
+    }
 
     fn bodies() -> Bodies {
         Bodies::new(4 << 10, Bytes(6 << 10))

@@ -6,11 +6,11 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use baton_runtime::places::{Place, Seat};
 use baton_runtime::tls::{HTTP2_BEGINNING, TlsIo, TlsPeer, TlsServer};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpListener;
-use tokio::sync::OwnedSemaphorePermit;
 use tonic::transport::server::Connected;
 
 use crate::listener::{Bounds, accept};
@@ -19,7 +19,16 @@ use crate::patient::Patient;
 /// A connection and the place it occupies.
 pub(crate) struct Held {
     stream: TlsIo<Patient>,
-    _place: Option<OwnedSemaphorePermit>,
+    place: Place,
+}
+
+/// What a call knows of its connection.
+#[derive(Clone)]
+pub(crate) struct Caller {
+    /// The roles of its certificate, once it has shaken hands.
+    pub peer: TlsPeer,
+    /// Its place, which it keeps while a call is answered.
+    pub seat: Seat,
 }
 
 /// A stream of accepted connections. Each is accepted once there is a place for it.
@@ -33,19 +42,18 @@ pub(crate) fn incoming(
         loop {
             let (stream, place) = accept(&listener, &places).await;
             let address = stream.peer_addr().ok();
-            let stream = Patient::new(stream, bounds.send).begins_within(bounds.head, HTTP2_BEGINNING);
+            let stream = Patient::new(stream, bounds.send).placed(place.seat()).begins_within(bounds.head, HTTP2_BEGINNING);
             let stream = TlsIo::maybe(tls.as_ref(), stream, address);
-            yield Ok(Held { stream, _place: place });
+            yield Ok(Held { stream, place });
         }
     }
 }
 
 impl Connected for Held {
-    /// The roles of its certificate, once it has shaken hands.
-    type ConnectInfo = TlsPeer;
+    type ConnectInfo = Caller;
 
-    fn connect_info(&self) -> TlsPeer {
-        self.stream.peer()
+    fn connect_info(&self) -> Caller {
+        Caller { peer: self.stream.peer(), seat: self.place.seat() }
     }
 }
 

@@ -13,15 +13,17 @@ use baton_types::{ErrorKind, RequestId};
 use serde_json::json;
 use tokio::time::Instant;
 
+use crate::body::{Held, Share};
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
+use crate::heavy;
 use crate::input::{GenerateInput, Standing};
 use crate::models::Served;
 use crate::openai::{
     self, Answer, Asked, Echo, Endpoint, Envelope, ErrorBody, Model, ModelList, Reader, Shape, UsageSum,
 };
 use crate::random::random_u64;
-use crate::sink::{EventKind, broken_off};
+use crate::sink::EventKind;
 use crate::sse;
 use crate::tenant::Tenant;
 
@@ -123,14 +125,9 @@ async fn answer(
         front.has_room()?;
         envelope.tenant.as_ref().map_or(Ok(()), |tenant| tenant.has_room())?;
         let body = front.bodies.read(body).await?;
-        match body.bytes.len() {
-            ..LARGE => openai::read(endpoint, &body.bytes, envelope),
-            _ => tokio::task::spawn_blocking(move || openai::read(endpoint, &body.bytes, envelope))
-                .await
-                .unwrap_or_else(|_| Err(broken_off())),
-        }
+        parsed(&front, body, move |bytes| openai::read(endpoint, bytes, envelope)).await
     };
-    let (input, asked, frame): (GenerateInput, Asked, _) = match read.await {
+    let ((input, asked, frame), share): ((GenerateInput, Asked, _), Share) = match read.await {
         Ok(read) => read,
         Err(error) => {
             front.refused(&error);
@@ -140,6 +137,8 @@ async fn answer(
     let tools = input.tools.clone();
     let may_think = endpoint.shape() == Shape::Chat && !input.is_forced();
     let generation = front.generate(input).await.map_err(|error| endpoint.reworded(error))?;
+    // From here on there are only tokens.
+    drop(share);
     // Of a chat, which is one prompt.
     let Served { model, workers, .. } = &generation.served;
     let parser = tools.map(|tools| model.tool_parser(&tools));
@@ -164,6 +163,23 @@ async fn answer(
         true => sse::respond(generation, answer, front.keep_alive).await,
         false => whole(generation, answer).await,
     }
+}
+
+/// Reads a body, a large one on a thread of its own. The share of the memory is that of what was read.
+async fn parsed<T: Send + 'static>(
+    front: &Arc<Front>,
+    mut body: Held,
+    read: impl FnOnce(&[u8]) -> Result<T, RequestError> + Send + 'static,
+) -> Result<(T, Share), RequestError> {
+    if body.bytes.len() < LARGE {
+        return Ok((read(&body.bytes)?, body.share));
+    }
+    let front = Arc::clone(front);
+    let read = move || {
+        front.bodies.weigh(&mut body)?;
+        Ok((read(&body.bytes)?, body.share))
+    };
+    heavy::run(read).await
 }
 
 async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, RequestError> {
@@ -239,7 +255,7 @@ async fn model(State(door): State<Door>, Path(id): Path<String>, headers: Header
 }
 
 /// The body of a request that needs no worker, and whose it is.
-async fn small(door: &Door, request: Request) -> Result<(Option<Arc<Tenant>>, crate::body::Held), RequestError> {
+async fn small(door: &Door, request: Request) -> Result<(Option<Arc<Tenant>>, Held), RequestError> {
     let tenant = tenant(&door.front, request.headers())?;
     if let Some(tenant) = &tenant {
         tenant.has_room()?;
@@ -254,7 +270,8 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
         // The same tokens as those of the tenant's requests without a salt of their own.
         let salt =
             tenant.map(|tenant| tenant.standing(Standing::default())).transpose()?.unwrap_or_default().cache_salt;
-        openai::tokenize(&body.bytes, &door.front.models, &salt).await
+        let (fields, _share) = parsed(&door.front, body, openai::TokenizeFields::read).await?;
+        openai::tokenize(fields, &door.front.models, &salt).await
     };
     answered(&door, answer.await)
 }
@@ -262,7 +279,9 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
 async fn detokenize(State(door): State<Door>, request: Request) -> Response {
     let answer = async {
         let (_, body) = small(&door, request).await?;
-        openai::detokenize(&body.bytes, &door.front.models)
+        let front = Arc::clone(&door.front);
+        let (text, _) = parsed(&door.front, body, move |bytes| openai::detokenize(bytes, &front.models)).await?;
+        Ok(text)
     };
     answered(&door, answer.await)
 }

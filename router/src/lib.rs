@@ -25,6 +25,7 @@ mod error;
 mod front;
 mod gate;
 mod grpc;
+mod heavy;
 mod held;
 mod http;
 mod input;

@@ -13,6 +13,7 @@ use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::http::Request;
 use baton_runtime::Shutdown;
+use baton_runtime::places::{Place, Places, holding};
 use baton_runtime::tls::{TlsIo, TlsServer};
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
@@ -20,22 +21,19 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
-use crate::patient::{Busy, Patient, Phase};
+use crate::patient::{Patient, Phase};
 
 /// Longest time from the first byte of a request's head to its last; of a gRPC connection, until it has begun (I5).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause after accepting failed, for example because there were no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Most permits of a semaphore; every platform can count this many.
-const MOST: usize = 1 << 24;
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Maximum open connections; more wait in the system's queue.
+    /// Maximum open connections. One more takes the place of the one that has waited for a request the longest, or waits itself.
     pub connections: usize,
     /// Longest time from the first byte of a request's head to its last.
     pub head: Duration,
@@ -52,9 +50,9 @@ impl Bounds {
         Bounds { connections, head: HEAD_TIMEOUT, idle, send }
     }
 
-    /// A semaphore with one permit per connection.
-    pub fn places(&self) -> Arc<Semaphore> {
-        Arc::new(Semaphore::new(self.connections.clamp(1, MOST)))
+    /// A place for each connection.
+    pub fn places(&self) -> Arc<Places> {
+        Places::new(self.connections)
     }
 }
 
@@ -74,9 +72,9 @@ pub(crate) async fn serve(
         tokio::select! {
             () = shutdown.draining() => break,
             (stream, place) = accept(&listener, &places) => {
-                let phase = Phase::default();
+                let phase = Phase::new(place.seat());
                 let address = stream.peer_addr().ok();
-                let io = Patient::new(stream, bounds.send).heads_within(bounds.head, phase.clone());
+                let io = Patient::new(stream, bounds.send).placed(place.seat()).heads_within(bounds.head, phase.clone());
                 let io = TlsIo::maybe(tls.as_ref(), io, address);
                 connections.spawn(connection(io, phase, place, app.clone(), bounds.idle, shutdown.clone()));
             }
@@ -92,19 +90,14 @@ pub(crate) async fn serve(
     }
 }
 
-/// Waits for a free place and accepts the next connection. Its packets leave at once (TCP_NODELAY): tokens are small, and
+/// Accepts the next connection and waits for a place for it. Its packets leave at once (TCP_NODELAY): tokens are small, and
 /// waiting to fill a packet would delay each.
-pub(crate) async fn accept(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-) -> (TcpStream, Option<OwnedSemaphorePermit>) {
-    // The semaphore is never closed.
-    let place = Arc::clone(places).acquire_owned().await.ok();
+pub(crate) async fn accept(listener: &TcpListener, places: &Arc<Places>) -> (TcpStream, Place) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let _ = stream.set_nodelay(true);
-                return (stream, place);
+                return (stream, places.take().await);
             }
             // The client left before it was accepted.
             Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) => {}
@@ -116,20 +109,13 @@ pub(crate) async fn accept(
     }
 }
 
-async fn connection(
-    io: TlsIo<Patient>,
-    phase: Phase,
-    _place: Option<OwnedSemaphorePermit>,
-    app: Router,
-    idle: Duration,
-    shutdown: Shutdown,
-) {
+async fn connection(io: TlsIo<Patient>, phase: Phase, _place: Place, app: Router, idle: Duration, shutdown: Shutdown) {
     let app = TowerToHyperService::new(app);
     let service = service_fn(move |request: Request<Incoming>| {
         let busy = phase.busy();
         let phase = phase.clone();
         let answer = app.call(request.map(|body| Body::new(Reading { body, phase, ended: false })));
-        async move { answer.await.map(|answer| answer.map(|body| Answering { body, _busy: busy })) }
+        async move { answer.await.map(|answer| answer.map(|body| holding(body, busy))) }
     });
     let mut server = http1::Builder::new();
     // Counts from the end of the answer before, so a connection may be idle for as long.
@@ -173,32 +159,6 @@ impl HttpBody for Reading {
         let polled = Pin::new(&mut self.body).poll_frame(cx);
         self.ended |= matches!(polled, Poll::Ready(None));
         polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-/// The body of an answer. The connection waits for the next request once it is dropped.
-struct Answering {
-    body: Body,
-    _busy: Busy,
-}
-
-impl HttpBody for Answering {
-    type Data = <Body as HttpBody>::Data;
-    type Error = <Body as HttpBody>::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
     }
 
     fn is_end_stream(&self) -> bool {

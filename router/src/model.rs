@@ -9,6 +9,7 @@ use baton_types::{Constraint, ErrorKind, SamplingParams};
 use metrics::counter;
 
 use crate::error::RequestError;
+use crate::heavy;
 use crate::prompt::{Prompt, Wanted};
 use crate::reasoning::Reasoning;
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
@@ -158,14 +159,15 @@ impl ServedModel {
             return Err(RequestError::invalid(field, format!("{field} has {bytes} bytes; at most {most} are allowed")));
         }
         let grammars = Arc::clone(&self.grammars);
-        let checked = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
-        let failed = |e: &dyn std::fmt::Display| {
-            RequestError::new(ErrorKind::Internal, format!("compiling {field} failed: {e}"))
+        let compile = move || {
+            grammars.prepare(&constraint).map(drop).map_err(|e| match e {
+                baton_grammar::GrammarError::Vocabulary(_) => {
+                    RequestError::new(ErrorKind::Internal, format!("compiling {field} failed: {e}"))
+                }
+                refused => RequestError::invalid(field, format!("{field}: {refused}")),
+            })
         };
-        checked.map_err(|e| failed(&e))?.map(drop).map_err(|e| match e {
-            baton_grammar::GrammarError::Vocabulary(_) => failed(&e),
-            refused => RequestError::invalid(field, format!("{field}: {refused}")),
-        })
+        heavy::run(compile).await
     }
 
     /// A token's text and bytes. Both are empty for unknown ids.
@@ -194,14 +196,14 @@ impl ServedModel {
                 Looked::Ids(ids) => Ok(ids),
                 Looked::Text(lookup) => this.complete(lookup, field),
             };
-            return blocking(whole).await;
+            return heavy::run(whole).await;
         }
         match self.look_up(prompt, tools, salt)? {
             Looked::Ids(ids) => Ok(ids),
             Looked::Text(lookup) if lookup.missing() <= INLINE_BYTES => self.complete(lookup, field),
             Looked::Text(lookup) => {
                 let this = Arc::clone(self);
-                blocking(move || this.complete(lookup, field)).await
+                heavy::run(move || this.complete(lookup, field)).await
             }
         }
     }
@@ -210,7 +212,7 @@ impl ServedModel {
     pub(crate) async fn encode_bare(self: &Arc<Self>, text: String) -> Result<Vec<u32>, RequestError> {
         let this = Arc::clone(self);
         let encode = move || this.tokenizer().encode(&text, false);
-        blocking(move || encode().map_err(|e| RequestError::invalid("prompt", e.to_string()))).await
+        heavy::run(move || encode().map_err(|e| RequestError::invalid("prompt", e.to_string()))).await
     }
 
     /// Looks up the text of a prompt among those seen before.
@@ -256,13 +258,4 @@ enum Looked {
     Ids(Vec<u32>),
     /// Its text.
     Text(Lookup),
-}
-
-/// Runs what takes long on a thread of its own.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
-) -> Result<T, RequestError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|e| Err(RequestError::new(ErrorKind::Internal, format!("tokenising the prompt failed: {e}"))))
 }

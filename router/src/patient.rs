@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use baton_runtime::places::{Occupied, Seat};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
@@ -28,6 +29,8 @@ pub(crate) struct Patient {
     /// Runs while a write waits.
     timer: Option<Pin<Box<Sleep>>>,
     beginning: Beginning,
+    /// Breaks the connection when it must make room.
+    seat: Option<Seat>,
     lingering: Option<Lingering>,
 }
 
@@ -48,24 +51,29 @@ enum Beginning {
 }
 
 /// Whether a connection waits for a request. Clones share it.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(crate) struct Phase(Arc<PhaseState>);
 
-#[derive(Default)]
 struct PhaseState {
     number: AtomicU64,
     unread: AtomicBool,
+    seat: Seat,
 }
 
 /// A request is being answered.
-pub(crate) struct Busy(Phase);
+pub(crate) struct Busy(Phase, #[expect(dead_code, reason = "dropped with it")] Occupied);
 
 impl Phase {
+    /// The phase of a connection in this place.
+    pub fn new(seat: Seat) -> Phase {
+        Phase(Arc::new(PhaseState { number: AtomicU64::new(0), unread: AtomicBool::new(false), seat }))
+    }
+
     /// The head of a request is complete.
     pub fn busy(&self) -> Busy {
         self.0.number.fetch_add(1, Ordering::Relaxed);
         self.0.unread.store(false, Ordering::Relaxed);
-        Busy(self.clone())
+        Busy(self.clone(), self.0.seat.occupy())
     }
 
     /// The rest of a request's body is not wanted.
@@ -120,12 +128,17 @@ impl Beginning {
 impl Patient {
     /// Writes to `stream` wait for `patience` at most.
     pub fn new(stream: TcpStream, patience: Duration) -> Patient {
-        Patient { stream, patience, timer: None, beginning: Beginning::None, lingering: None }
+        Patient { stream, patience, timer: None, beginning: Beginning::None, seat: None, lingering: None }
     }
 
     /// The client must send its first `bytes` bytes within this time.
     pub fn begins_within(self, time: Duration, bytes: usize) -> Patient {
         Patient { beginning: Beginning::Bytes(bytes, Box::pin(sleep(time))), ..self }
+    }
+
+    /// The connection breaks when it must make room for another.
+    pub fn placed(self, seat: Seat) -> Patient {
+        Patient { seat: Some(seat), ..self }
     }
 
     /// The head of the first request must be complete within this time; that of each later one within this time from its first byte.
@@ -168,6 +181,9 @@ impl Patient {
 
 impl AsyncRead for Patient {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if let Some(Err(full)) = self.seat.as_ref().map(|seat| seat.check(cx)) {
+            return Poll::Ready(Err(full));
+        }
         let before = buf.filled().len();
         let outcome = Pin::new(&mut self.stream).poll_read(cx, buf);
         let bytes = buf.filled().len() - before;

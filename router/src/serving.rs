@@ -4,7 +4,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::extract::Request;
+use axum::middleware::{Next, from_fn};
+use axum::response::Response;
 use baton_cluster::EmbeddedRegistry;
+use baton_runtime::places::holding;
 use baton_runtime::{Shutdown, TlsServer};
 use futures::Stream;
 use tokio::net::TcpListener;
@@ -12,7 +16,7 @@ use tonic::service::Routes;
 use tonic::transport::Server;
 
 use crate::front::Front;
-use crate::held::{self, Held};
+use crate::held::{self, Caller, Held};
 use crate::listener::{self, Bounds};
 
 /// Maximum size of a gRPC call's headers, bytes.
@@ -84,6 +88,7 @@ impl Serving {
             .max_concurrent_streams(STREAMS)
             // Until the answer begins, its request's message included.
             .timeout(REQUEST_TIMEOUT);
+        let routes = Routes::from(routes.into_axum_router().layer(from_fn(occupy)));
         let server = server.add_routes(routes).serve_with_incoming_shutdown(incoming, self.last_request());
         let last = async {
             self.last_request().await;
@@ -104,4 +109,14 @@ impl Serving {
         self.shutdown.draining().await;
         self.front.idle().await;
     }
+}
+
+/// Keeps the place of a call's connection until its answer has ended.
+async fn occupy(mut request: Request, next: Next) -> Response {
+    let Some(Caller { peer, seat }) = request.extensions().get::<Caller>().cloned() else {
+        return next.run(request).await;
+    };
+    request.extensions_mut().insert(peer);
+    let occupied = seat.occupy();
+    next.run(request).await.map(|body| holding(body, occupied))
 }

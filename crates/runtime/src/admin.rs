@@ -2,26 +2,37 @@
 //!
 //! It stays up during a drain, so that orchestrators see "not ready: draining" instead of a refused connection.
 
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use axum::Router;
+use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use tokio::net::TcpListener;
+use axum::serve::{IncomingStream, Listener};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Duration, MissedTickBehavior, interval};
 
 use crate::error::RuntimeError;
 use crate::metrics::MetricsHandle;
+use crate::places::{Place, Places, Seat, holding};
 use crate::shutdown::Shutdown;
 
 const UPKEEP: Duration = Duration::from_secs(5);
+/// Most connections. One more takes the place of one that asks nothing (I5).
+const CONNECTIONS: usize = 128;
+/// Pause after accepting failed, for example because there were no file descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Whether this process can take work, and if not, why. Clones share it.
 #[derive(Clone, Debug)]
@@ -94,8 +105,10 @@ impl AdminServer {
             .route("/metrics", get(render))
             .with_state(AdminState { readiness, metrics, shutdown })
             .merge(extra.layer(middleware::from_fn_with_state(Arc::new(Guard::new(addr, token_file)), guard)));
+        let router = router.layer(middleware::from_fn(occupy)).into_make_service_with_connect_info::<Caller>();
+        let door = Door { listener, places: Places::new(CONNECTIONS) };
         let server = tokio::spawn(async move {
-            if let Err(error) = axum::serve(listener, router).await {
+            if let Err(error) = axum::serve(door, router).await {
                 tracing::error!(%error, "the admin endpoint ended");
             }
         });
@@ -113,6 +126,74 @@ impl Drop for AdminServer {
         for task in &self.tasks {
             task.abort();
         }
+    }
+}
+
+/// The listener, which has so many places.
+struct Door {
+    listener: TcpListener,
+    places: Arc<Places>,
+}
+
+/// A connection in its place.
+struct Visitor {
+    stream: TcpStream,
+    place: Place,
+}
+
+/// The place of a request's connection.
+#[derive(Clone)]
+struct Caller(Seat);
+
+impl Listener for Door {
+    type Io = Visitor;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Visitor, SocketAddr) {
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, address)) => return (Visitor { stream, place: self.places.take().await }, address),
+                Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+impl Connected<IncomingStream<'_, Door>> for Caller {
+    fn connect_info(stream: IncomingStream<'_, Door>) -> Caller {
+        Caller(stream.io().place.seat())
+    }
+}
+
+/// Keeps the place of a request's connection until its answer has ended.
+async fn occupy(request: Request, next: Next) -> Response {
+    let caller = request.extensions().get::<ConnectInfo<Caller>>();
+    let occupied = caller.map(|ConnectInfo(Caller(seat))| seat.occupy());
+    next.run(request).await.map(|body| holding(body, occupied))
+}
+
+impl AsyncRead for Visitor {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        self.place.seat().check(cx)?;
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Visitor {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 
@@ -222,5 +303,27 @@ mod tests {
             assert_eq!(status(with(any), token).await, want, "{token:?}");
             assert_eq!(status(with(own), token).await, want, "{token:?}: asked for here too");
         }
+    }
+
+    #[tokio::test]
+    async fn silent_connections_do_not_keep_probes_out() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let page = Router::new().route("/health", get(|| async { "alive" })).layer(middleware::from_fn(occupy));
+        let door = Door { listener, places: Places::new(2) };
+        let serving = axum::serve(door, page.into_make_service_with_connect_info::<Caller>());
+        let serving = tokio::spawn(async move { serving.await });
+        let mut silent = Vec::new();
+        for _ in 0..4 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        let mut probe = TcpStream::connect(address).await.unwrap();
+        probe.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        probe.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.ends_with("alive"), "{answer}");
+        assert_eq!(silent[0].read(&mut [0]).await.unwrap(), 0, "the first made room");
+        serving.abort();
     }
 }

@@ -7,10 +7,12 @@
 pub mod admin;
 mod command;
 pub mod config;
+mod connect;
 mod error;
 mod log_writer;
 pub mod metrics;
 mod parent;
+pub mod places;
 mod process;
 pub mod shutdown;
 mod tasks;

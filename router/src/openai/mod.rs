@@ -21,7 +21,7 @@ pub(crate) use echo::Echo;
 pub(crate) use reader::{Reader, Said};
 pub(crate) use request::{Asked, Envelope, conversation};
 pub(crate) use responses::{Events, Frame, whole as whole_response};
-pub(crate) use tokens::{detokenize, tokenize};
+pub(crate) use tokens::{TokenizeFields, detokenize, tokenize};
 pub(crate) use types::{ErrorBody, Model, ModelList};
 
 use crate::error::RequestError;

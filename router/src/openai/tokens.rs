@@ -15,13 +15,20 @@ use crate::prompt::Prompt;
 const MAX_IDS: usize = 1 << 20;
 
 #[derive(Deserialize, JsonSchema)]
-pub(super) struct TokenizeFields {
+pub(crate) struct TokenizeFields {
     model: Option<String>,
     prompt: Option<String>,
     messages: Option<Vec<Message>>,
     chat_template_kwargs: Option<TemplateOptions>,
     add_special_tokens: Option<bool>,
     return_token_strs: Option<bool>,
+}
+
+impl TokenizeFields {
+    /// Reads the body of POST /tokenize.
+    pub fn read(body: &[u8]) -> Result<TokenizeFields, RequestError> {
+        parse(body)
+    }
 }
 
 /// The answer to POST /tokenize.
@@ -46,8 +53,7 @@ pub(crate) struct Detokenized {
 }
 
 /// The token ids of `prompt`, or of `messages` by the model's chat template. `salt`: whose tokens of texts seen before may be used.
-pub(crate) async fn tokenize(body: &[u8], models: &Models, salt: &str) -> Result<Tokenized, RequestError> {
-    let fields: TokenizeFields = parse(body)?;
+pub(crate) async fn tokenize(fields: TokenizeFields, models: &Models, salt: &str) -> Result<Tokenized, RequestError> {
     let served = models.named(fields.model.as_deref().unwrap_or_default())?;
     let (model, max_model_len) = (&served.model, served.context_tokens());
     let prompt = match (fields.prompt, fields.messages) {

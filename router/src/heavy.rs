@@ -1,0 +1,59 @@
+//! Work that takes long, such as reading a large body or tokenising it, on threads of its own, few at a time (I5): more at once would only take
+//! the cores from the connections, and hold more memory.
+
+use std::num::NonZero;
+use std::sync::{Arc, LazyLock};
+use std::thread::available_parallelism;
+
+use baton_types::ErrorKind;
+use tokio::sync::Semaphore;
+
+use crate::error::RequestError;
+
+/// One core of this process is left to the connections, where there are several.
+static CORES: LazyLock<Arc<Semaphore>> = LazyLock::new(|| {
+    let cores = available_parallelism().map_or(1, NonZero::get);
+    Arc::new(Semaphore::new(cores.saturating_sub(1).max(1)))
+});
+
+/// Runs `work` once a core is free for it. It goes on if nobody waits for it any more, and keeps its core.
+///
+/// # Errors
+/// That of the work, or Internal if it panicked.
+pub(crate) async fn run<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+) -> Result<T, RequestError> {
+    // The semaphore is never closed.
+    let core = Arc::clone(&CORES).acquire_owned().await.ok();
+    let job = tokio::task::spawn_blocking(move || {
+        let _core = core;
+        work()
+    });
+    job.await.unwrap_or_else(|e| {
+        Err(RequestError::new(ErrorKind::Internal, format!("the request was broken off inside the router: {e}")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn few_run_at_a_time() {
+        static RUNNING: AtomicUsize = AtomicUsize::new(0);
+        let cores = available_parallelism().unwrap().get();
+        let work = |_| {
+            run(move || {
+                let others = RUNNING.fetch_add(1, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(2));
+                RUNNING.fetch_sub(1, Ordering::SeqCst);
+                Ok(others)
+            })
+        };
+        let all = futures::future::join_all((0..8 * cores).map(work)).await;
+        let most = all.into_iter().map(Result::unwrap).max();
+        assert!(most < Some((cores - 1).max(1)), "{most:?} others of {cores} cores");
+    }
+}
