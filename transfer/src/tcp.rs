@@ -104,9 +104,11 @@ fn resolve(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, std
 /// Connects to the first address of `host` that answers by `until`.
 pub(crate) fn connect(host: &str, port: u16, until: Instant) -> Result<TcpStream, std::io::Error> {
     let mut last = std::io::Error::other("the name stands for no address");
-    for address in resolve(host, port, until)? {
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        match TcpStream::connect_timeout(&address, left) {
+    let addresses = resolve(host, port, until)?;
+    for (tried, address) in addresses.iter().enumerate() {
+        // An address that does not answer leaves the others their share of the time.
+        let share = until.saturating_duration_since(Instant::now()) / (addresses.len() - tried) as u32;
+        match TcpStream::connect_timeout(address, share.max(Duration::from_millis(1))) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }

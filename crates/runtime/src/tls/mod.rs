@@ -100,7 +100,7 @@ pub async fn dial(host: &str, port: u16, tls: Option<&TlsClient>) -> io::Result<
     // An IPv6 address of a URL is in brackets.
     let host = host.trim_matches(['[', ']']);
     let connect = || async {
-        let stream = TcpStream::connect((host, port)).await?;
+        let stream = crate::connect::connect(host, port).await?;
         stream.set_nodelay(true)?;
         io::Result::Ok(stream)
     };
