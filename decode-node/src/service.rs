@@ -36,6 +36,7 @@ impl NodeRole for DecodeNode {
             pool: node.pool.clone(),
             ucx: node.config.ucx(),
             tls: node.transfer_tls(),
+            sockets: node.config.transfer_sockets.clone(),
             cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),
             verify: true,

@@ -213,7 +213,7 @@ pub(crate) fn target(counts: [u32; 2]) -> Descriptor {
         counts: counts.to_vec(),
         layout: geometry().layout,
         device: false,
-        host: Host { boot: [3; 16], netns: 4 },
+        host: Host { boot: [3; 16], place: 4 },
         unix: b"baton-x".to_vec(),
         address: "localhost".into(),
         port: 4000,

@@ -53,6 +53,7 @@ impl NodeRole for PrefillNode {
             ucx: node.config.ucx(),
             tls: node.transfer_tls(),
             tcp_connections: node.config.tcp_connections,
+            sockets: node.config.transfer_sockets.clone(),
             cpus: node.config.transfer_cpus.0.clone(),
             limits: node.config.transfer_limits(),
             convert: Some(kv_converter()),

@@ -17,6 +17,8 @@ mod device;
 mod endings;
 mod fake;
 mod faults;
+#[cfg(test)]
+mod folder;
 mod handoffs;
 mod misdelivered;
 #[cfg(test)]
@@ -225,6 +227,7 @@ impl Decode {
             pool: reached,
             ucx: ucx(),
             tls: tls(),
+            sockets: None,
             cpus: Cpus::default(),
             limits,
             verify: true,
@@ -313,6 +316,7 @@ impl Prefill {
             ucx: if transport == TransportChoice::Ucx { ucx() } else { UcxSettings::default() },
             tls: tls(),
             tcp_connections: connections(),
+            sockets: None,
             cpus: Cpus::default(),
             limits,
             convert: None,

@@ -26,11 +26,11 @@ mod shm;
 mod spread;
 mod staging;
 mod tcp;
-mod this_host;
 mod threads;
 mod tls;
 mod transport;
 mod ucx;
+mod unix;
 mod wake;
 
 pub use baton_handoff::{

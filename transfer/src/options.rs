@@ -89,6 +89,8 @@ pub struct ReceiverOptions {
     pub ucx: UcxSettings,
     /// TLS for peers that use TCP. None: no TLS.
     pub tls: Option<Tls>,
+    /// Folder for the unix socket, which peers on this machine have too. None: a name that only processes of this network namespace reach.
+    pub sockets: Option<PathBuf>,
     /// CPUs that its threads run on.
     pub cpus: Cpus,
     /// Bounds on memory and time (I5).
@@ -118,6 +120,8 @@ pub struct SenderOptions {
     /// Connections that carry blocks to a worker over TCP: 1 to [`MAX_TCP_CONNECTIONS`]. One is fastest unless something limits a single
     /// connection. Several help where packet loss on a long path does, or the network's own limit for each connection.
     pub tcp_connections: usize,
+    /// Folder where decode workers of this machine may have their unix sockets; see [`ReceiverOptions::sockets`].
+    pub sockets: Option<PathBuf>,
     /// CPUs that its threads run on.
     pub cpus: Cpus,
     /// Bounds on memory and time (I5).

@@ -10,8 +10,6 @@ mod reception;
 mod session;
 
 use std::net::SocketAddr;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -20,8 +18,8 @@ use baton_handoff::{Descriptor, FenceState, Host, ReceiverEvent, ReceiverStats, 
 use baton_types::{BlockId, Epoch};
 
 use crate::options::{ReceiverOptions, check_pool};
-use crate::this_host::this_host;
-use crate::{tcp, threads};
+use crate::unix::{PREFIX, this_folder, this_namespace};
+use crate::{tcp, threads, unix};
 use hub::Hub;
 use reception::Doors;
 
@@ -45,26 +43,29 @@ pub struct Receiver {
     hub: Arc<Hub>,
     address: SocketAddr,
     advertised: String,
-    unix: Vec<u8>,
+    /// Name of the unix socket.
+    name: String,
     host: Host,
     reception: Option<JoinHandle<()>>,
 }
 
 impl Receiver {
-    /// Listens for prefill workers on TCP and on an abstract unix socket, which leaves no file behind.
+    /// Listens for prefill workers on TCP and on a unix socket.
     pub fn bind(options: ReceiverOptions, on_event: OnEvent) -> Result<Receiver, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
         options.cpus.check()?;
         let tcp = tcp::listen(options.tcp)?;
         let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
         let advertised = advertised(&options, address)?;
-        let unix = format!("baton-{:x}-{:016x}", options.worker.0, threads::random()?).into_bytes();
-        let doors = Doors { tcp, unix: listen_abstract(&unix)? };
+        let name = format!("{PREFIX}{:x}-{:016x}", options.worker.0, threads::random()?);
+        let folder = options.sockets.as_deref();
+        let host = folder.map_or_else(|| Ok(this_namespace()), this_folder)?;
+        let doors = Doors { tcp, unix: unix::listen(&name, folder)? };
         let cpus = options.cpus.clone();
         let hub = Arc::new(Hub::new(options, on_event)?);
         let desk = hub.clone();
         let reception = Some(threads::spawn("kv-accept".into(), &cpus, move || reception::run(desk, doors))?);
-        Ok(Receiver { hub, address, advertised, unix, host: this_host(), reception })
+        Ok(Receiver { hub, address, advertised, name, host, reception })
     }
 
     /// The TCP address bound.
@@ -94,7 +95,7 @@ impl Receiver {
             layout: self.hub.options.geometry.layout.clone(),
             device: self.hub.options.pool.is_device(),
             host: self.host,
-            unix: self.unix.clone(),
+            unix: self.name.clone().into_bytes(),
             address: self.advertised.clone(),
             port: self.address.port(),
         };
@@ -128,15 +129,6 @@ impl Drop for Receiver {
         self.hub.stop();
         self.reception.take().into_iter().for_each(threads::join);
     }
-}
-
-fn listen_abstract(name: &[u8]) -> Result<UnixListener, TransferError> {
-    let bound = std::os::unix::net::SocketAddr::from_abstract_name(name).and_then(|address| {
-        let listener = UnixListener::bind_addr(&address)?;
-        listener.set_nonblocking(true)?;
-        Ok(listener)
-    });
-    bound.map_err(|e| TransferError::os("listen on a unix socket", e))
 }
 
 /// The host part of the address that peers connect to.

@@ -17,9 +17,9 @@ use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferE
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
-use crate::this_host::this_host;
 use crate::threads::{self, Thread, lock};
 use crate::ucx::UcxEngine;
+use crate::unix::{this_folder, this_namespace};
 use connect::{Plan, SenderConfig};
 use queue::Queue;
 
@@ -75,9 +75,11 @@ impl Sender {
             return Err(TransferError::argument("tcp_connections", problem));
         }
         let ucx = open_ucx(&options)?;
+        let folder = options.sockets.as_deref().map(this_folder).transpose()?;
         let config = SenderConfig {
             options,
-            host: this_host(),
+            namespace: this_namespace(),
+            folder,
             ucx,
             paths: Mutex::default(),
             #[cfg(feature = "testing")]

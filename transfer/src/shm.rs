@@ -1,12 +1,10 @@
 //! Blocks over shared memory: the peer's pool is mapped here, and a write is a memory copy. A Write frame without payload follows each
 //! copy, so that the peer digests and counts the blocks while later layers are still being computed.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 
 use baton_handoff::{BlockRun, Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId, digest_copy, order_copies, stream_copy};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::device::Pool;
 use crate::links::Links;
@@ -86,12 +84,4 @@ impl Transport for Shm {
         self.load = None;
         Ok(())
     }
-}
-
-/// Connects to an abstract unix socket without ever blocking: a full backlog is an error like any other.
-pub(crate) fn connect(name: &[u8]) -> Result<UnixStream, rustix::io::Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(socket.as_fd(), &SocketAddrUnix::new_abstract_name(name)?)?;
-    Ok(UnixStream::from(socket))
 }

@@ -58,7 +58,7 @@ impl Descriptor {
         out.put_u32s(self.first.iter().copied());
         out.put_u32s(self.counts.iter().copied());
         out.put(&self.host.boot);
-        out.put_u64(self.host.netns);
+        out.put_u64(self.host.place);
         out.put_blob(&self.unix);
         out.put_blob(self.address.as_bytes());
         out.put_u16(self.port);
@@ -131,7 +131,7 @@ fn parse_reservation(mut f: Fields, layout: KvLayout, device: bool) -> Result<De
         counts: f.u32s("counts")?,
         layout,
         device,
-        host: Host { boot: f.array("host")?, netns: f.u64("host")? },
+        host: Host { boot: f.array("host")?, place: f.u64("host")? },
         unix: f.blob("unix")?.to_vec(),
         address: f.text("address")?,
         port: f.u16("port")?,
@@ -235,7 +235,7 @@ mod tests {
             counts: vec![7, 2],
             layout: layout(),
             device: true,
-            host: Host { boot: [9; 16], netns: 4 },
+            host: Host { boot: [9; 16], place: 4 },
             unix: b"baton-x".to_vec(),
             address: "example".into(),
             port: 4000,

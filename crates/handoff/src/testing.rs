@@ -25,7 +25,7 @@ pub fn target(blocks: u32) -> Descriptor {
         counts: vec![blocks],
         layout: geometry().layout,
         device: false,
-        host: Host { boot: [1; 16], netns: 1 },
+        host: Host { boot: [1; 16], place: 1 },
         unix: b"none".to_vec(),
         address: "127.0.0.1".into(),
         port: 1,

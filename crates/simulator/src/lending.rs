@@ -40,7 +40,7 @@ impl World {
             counts: blocks.iter().map(|list| list.len() as u32).collect(),
             layout: decode.memory.geometry.layout.clone(),
             device: false,
-            host: Machine { boot: [1; 16], netns: 1 },
+            host: Machine { boot: [1; 16], place: 1 },
             unix: b"simulated".to_vec(),
             address: place.to_string(),
             port: 1,

@@ -73,6 +73,9 @@ baton_runtime::config! {
         /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: any. CPUs close to the network card and to the
         /// pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
+        /// A folder that all workers of this machine can write to, for unix sockets; default: none, and workers reach each other over shared
+        /// memory, or from GPU to GPU, only within a network namespace. Pods need one on a volume of their node.
+        transfer_sockets: Option<PathBuf> = None,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
         /// While KV travels, each end sends a sign of life at least this often. All workers of a cluster need the same.

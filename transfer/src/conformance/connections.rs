@@ -281,6 +281,7 @@ fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
             ucx: UcxSettings::default(),
             tls: None,
             tcp_connections,
+            sockets: None,
             cpus: Cpus::default(),
             limits: patient(),
             convert: None,

@@ -39,6 +39,7 @@ fn converting(geometry: PoolGeometry, choice: TransportChoice, converter: Conver
         ucx: ucx(),
         tls: tls(),
         tcp_connections: connections(),
+        sockets: None,
         cpus: Cpus::default(),
         limits: TransferLimits::default(),
         convert: Some(converter),

@@ -201,6 +201,7 @@ impl Hub {
             pool: Arc::new(pool).into(),
             ucx: crate::UcxSettings::default(),
             tls: None,
+            sockets: None,
             cpus: crate::Cpus::default(),
             limits: crate::TransferLimits { connections, ..crate::TransferLimits::default() },
             verify: true,

@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,6 +13,7 @@ use super::hub::{Hub, Mail};
 use crate::handshake::turn_away;
 use crate::link::{Got, Link, Socket};
 use crate::tls::Tls;
+use crate::unix::Door;
 use crate::wake::{Interest, wait};
 use crate::{tcp, threads};
 use baton_handoff::{FrameLimits, Hello, SessionId, TransferError};
@@ -30,7 +30,7 @@ const KEPT_OPEN: usize = 16;
 /// The two listening sockets.
 pub(crate) struct Doors {
     pub tcp: TcpListener,
-    pub unix: UnixListener,
+    pub unix: Door,
 }
 
 /// Runs until the hub stops, then waits for the sessions.
@@ -105,7 +105,7 @@ impl Desk {
     /// Waits for a connection, or for a refused peer to go on with the TLS handshake, which must end before it can be told why.
     fn wait(&self, timeout: Option<Duration>) -> Result<(), TransferError> {
         let opening = self.refused.iter().filter(|link| link.is_opening()).map(|link| (link.as_fd(), Interest::Read));
-        let doors = [(self.doors.tcp.as_fd(), Interest::Read), (self.doors.unix.as_fd(), Interest::Read)];
+        let doors = [(self.doors.tcp.as_fd(), Interest::Read), (self.doors.unix.listener.as_fd(), Interest::Read)];
         let fds: Vec<_> = doors.into_iter().chain(opening).collect();
         wait(&self.hub.wake, &fds, timeout).map(drop)
     }
@@ -127,8 +127,9 @@ fn accept(doors: &Doors, tls: Option<&Tls>, round: usize) -> Option<Result<Socke
             None => Ok(Socket::Tcp(stream)),
         }
     };
-    let unix =
-        || doors.unix.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)));
+    let unix = || {
+        doors.unix.listener.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| Socket::Unix(stream)))
+    };
     let nobody = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;
     let either = match round.is_multiple_of(2) {
         true => unix().or_else(|error| if nobody(&error) { tcp() } else { Err(error) }),
@@ -178,10 +179,9 @@ mod tests {
     fn however_many_come_only_so_many_are_let_in_before_leases_have_their_turn() {
         // I5: a crowd at one socket, all waiting before the first is accepted.
         let hub = Arc::new(Hub::alone(1));
-        let name = format!("baton-crowd-{}", std::process::id()).into_bytes();
+        let name = format!("baton-crowd-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(&name).unwrap();
-        let unix = UnixListener::bind_addr(&address).unwrap();
-        unix.set_nonblocking(true).unwrap();
+        let unix = crate::unix::listen(&name, None).unwrap();
         let doors = Doors { tcp: tcp::listen("127.0.0.1:0".parse().unwrap()).unwrap(), unix };
         let crowd: Vec<_> = (0..2 * ACCEPTS + 3).map(|_| UnixStream::connect_addr(&address).unwrap()).collect();
         let mut desk = Desk { hub, doors, sessions: Vec::new(), refused: VecDeque::new(), last_id: 0 };

@@ -1,6 +1,8 @@
 //! Connects the prefill end to a decode worker: tries its paths, best first, until one works.
 
 use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -9,6 +11,7 @@ use baton_handoff::{
     TransportKind, join_until,
 };
 use baton_types::{KvDtype, PoolGeometry, WorkerId};
+use rustix::io::Errno;
 
 use crate::device::Pool;
 use crate::handshake::{Caller, HandshakeEnd, Welcome};
@@ -20,7 +23,7 @@ use crate::tls::Tls;
 use crate::transport::Transport;
 use crate::ucx::UcxEngine;
 use crate::wake::Wake;
-use crate::{shm, tcp};
+use crate::{tcp, unix};
 
 /// Wraps a session's transport, to inject faults.
 #[cfg(feature = "testing")]
@@ -29,7 +32,9 @@ pub(crate) type Wrap = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Se
 /// What all sessions of a sender share.
 pub(crate) struct SenderConfig {
     pub options: SenderOptions,
-    pub host: Host,
+    /// Where unix sockets are found: in this network namespace, and in the folder of the options.
+    pub namespace: Host,
+    pub folder: Option<Host>,
     /// The pool as UCX knows it, or why there is no UCX.
     pub ucx: Result<Arc<UcxEngine>, String>,
     /// What is known of the paths to each decode worker.
@@ -85,7 +90,10 @@ impl Plan {
         let (here, there) = (self.pool().is_device(), self.target.device);
         let barred =
             |reasons: &[(bool, &str)]| reasons.iter().find(|(bars, _)| *bars).map(|(_, why)| (*why).to_owned());
-        let elsewhere = (!self.near(), "it runs on another host or network; choose transport auto or tcp");
+        let elsewhere = (
+            !self.near(),
+            "it runs on another host or network namespace, and shares no folder of sockets (--transfer-sockets); choose transport auto or tcp",
+        );
         let mapped =
             (there, "its pool is in a GPU's memory, which cannot be mapped; choose transport auto, cuda-ipc or tcp");
         let ours = (!here, "this worker's pool is not in a GPU's memory; choose another transport");
@@ -115,7 +123,19 @@ impl Plan {
     }
 
     fn near(&self) -> bool {
-        self.config.host.same_as(&self.target.host)
+        let config = &self.config;
+        config.namespace.same_as(&self.target.host) || self.folder().is_some()
+    }
+
+    /// The folder that the target's socket is in; None: it has an abstract name.
+    fn folder(&self) -> Option<&Path> {
+        let same = self.config.folder.is_some_and(|folder| folder.same_as(&self.target.host));
+        self.config.options.sockets.as_deref().filter(|_| same)
+    }
+
+    /// Calls the target's unix socket.
+    pub(super) fn call_unix(&self) -> Result<UnixStream, Errno> {
+        unix::connect(&self.target.unix, self.folder())
     }
 
     #[cfg(feature = "testing")]
@@ -184,13 +204,14 @@ impl Plan {
     }
 
     pub(super) fn unix_address(&self) -> String {
-        format!("@{}", String::from_utf8_lossy(&self.target.unix))
+        let name = String::from_utf8_lossy(&self.target.unix);
+        self.folder().map_or_else(|| format!("@{name}"), |folder| format!("{}/{name}", folder.display()))
     }
 
     fn connect_unix(&self, interrupt: Interrupt<'_>, over: Over, until: Instant) -> Result<Connected, TransferError> {
         let address = self.unix_address();
         let caller = self.caller(&address, over);
-        let stream = shm::connect(&self.target.unix).map_err(|e| caller.cannot(e))?;
+        let stream = self.call_unix().map_err(|e| caller.cannot(e))?;
         self.greet(interrupt, &caller, Socket::Unix(stream), until)
     }
 

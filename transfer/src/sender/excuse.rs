@@ -7,7 +7,6 @@ use rustix::io::Errno;
 
 use super::connect::{Interrupt, Plan};
 use crate::link::Socket;
-use crate::shm;
 use crate::wake::wait;
 
 impl Plan {
@@ -35,9 +34,9 @@ impl Plan {
         let over = if self.target.device { Over::CudaIpc } else { Over::Stream };
         let address = self.unix_address();
         let caller = self.caller(&address, over);
-        match shm::connect(&self.target.unix) {
+        match self.call_unix() {
             // The socket's name is the peer's alone, and nobody listens there.
-            Err(Errno::CONNREFUSED) => Ok(()),
+            Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(()),
             Err(error) => Err(caller.cannot(error)),
             Ok(stream) => self.greet(interrupt, &caller, Socket::Unix(stream), until).map(drop),
         }

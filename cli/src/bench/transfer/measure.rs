@@ -189,6 +189,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, pool: Pool) -> Result<S
         ucx: options.ucx.clone(),
         tls: None,
         tcp_connections: connections,
+        sockets: None,
         cpus: options.cpus.clone(),
         limits: TransferLimits::default(),
         convert: None,

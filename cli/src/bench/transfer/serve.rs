@@ -116,6 +116,7 @@ impl Pool {
                 pool: segment.clone().into(),
                 ucx: options.ucx.clone(),
                 tls: None,
+                sockets: None,
                 cpus: options.cpus.clone(),
                 limits: TransferLimits::default(),
                 verify,

@@ -28,6 +28,7 @@ pub(crate) fn plan() -> Arc<Plan> {
         ucx: UcxSettings::default(),
         tls: None,
         tcp_connections: 1,
+        sockets: None,
         cpus: Cpus::default(),
         limits: TransferLimits::default(),
         convert: None,
@@ -36,8 +37,14 @@ pub(crate) fn plan() -> Arc<Plan> {
     };
     let target = testing::target(1);
     let ucx = Err("it is not set up".to_owned());
-    let config =
-        SenderConfig { options, host: Host { boot: [2; 16], netns: 1 }, ucx, paths: Mutex::default(), wrap: None };
+    let config = SenderConfig {
+        options,
+        namespace: Host { boot: [2; 16], place: 1 },
+        folder: None,
+        ucx,
+        paths: Mutex::default(),
+        wrap: None,
+    };
     Arc::new(Plan { config: Arc::new(config), target })
 }
 
