@@ -7,7 +7,9 @@ mod bench;
 mod certs;
 mod chat;
 mod fetch;
+mod kubernetes;
 mod model;
+mod scale;
 mod status;
 mod supervisor;
 mod up;
@@ -63,7 +65,8 @@ fn command() -> Command {
         .subcommand(certs::command())
         .subcommand(model::command())
         .subcommand(status::command())
-        .subcommand(status::scale_command())
+        .subcommand(scale::command())
+        .subcommand(scale::drain_command())
         .subcommand(bench::command())
 }
 
@@ -77,7 +80,8 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
-        Some(("scale", m)) => runtime()?.block_on(status::scale(m)),
+        Some(("scale", m)) => runtime()?.block_on(scale::scale(m)),
+        Some(("drain", m)) => runtime()?.block_on(scale::drain(m)),
         Some(("bench", m)) => bench::run(m),
         _ => Ok(()),
     }

@@ -1,4 +1,6 @@
-//! The processes of `baton up`: starts them, restarts those that die, scales their number and stops them in order.
+//! The processes of `baton up`: starts them, restarts those that die and stops them in order. `operator.rs` changes their number.
+
+mod operator;
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -9,14 +11,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use baton_cluster::{Member, Role};
-use baton_proto::v1::{self, supervisor_server};
+use baton_proto::v1::supervisor_server;
 use baton_runtime::tls::{TlsRole, alpn};
 use baton_runtime::{Shutdown, Tls, die_with_parent};
 use baton_worker::{incoming, random_worker_id};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
-use tokio::sync::{mpsc, oneshot};
-use tonic::{Request, Response, Status};
+use tokio::sync::mpsc;
+
+use self::operator::{Request, Service};
 
 /// A process that ends sooner than this counts as a short life. Before the cluster has been ready, [`MAX_SHORT_LIVES`] of
 /// one kind in a row end it.
@@ -24,9 +27,6 @@ const SHORT_LIFE: Duration = Duration::from_secs(5);
 const MAX_SHORT_LIVES: u32 = 3;
 /// Half the wait before a restart after the first short life. Each further short life doubles the wait.
 const MIN_BACKOFF: Duration = Duration::from_millis(250);
-/// Most workers of one role on one machine.
-const MAX_WORKERS: u32 = 64;
-
 /// The role of a process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Kind {
@@ -55,12 +55,6 @@ struct Process {
     stopping: bool,
 }
 
-/// A request from `baton scale`, answered when the wanted number of processes runs.
-struct Scale {
-    wanted: BTreeMap<Kind, usize>,
-    done: oneshot::Sender<v1::ScaleResponse>,
-}
-
 /// The processes and how to start more of them.
 pub struct Supervisor {
     program: PathBuf,
@@ -72,7 +66,7 @@ pub struct Supervisor {
     short_lives: BTreeMap<Kind, (u32, tokio::time::Instant)>,
     /// The cluster has been ready. From then on a worker that keeps dying is restarted again and again, after growing waits.
     settled: bool,
-    pending: Vec<Scale>,
+    pending: Vec<Request>,
 }
 
 impl Supervisor {
@@ -196,7 +190,7 @@ impl Supervisor {
         tokio::pin!(until);
         loop {
             self.reconcile()?;
-            self.answer_scales();
+            self.answer_requests();
             let next_start = self.next_start();
             tokio::select! {
                 done = &mut until => return Ok(done),
@@ -206,13 +200,13 @@ impl Supervisor {
         }
     }
 
-    /// Keeps the processes running and serves requests of `baton scale` until the drain starts.
+    /// Keeps the processes running and serves requests of `baton scale` and `baton drain` until the drain starts.
     pub async fn serve(&mut self, registry: &str, shutdown: &Shutdown) -> anyhow::Result<()> {
-        let (wishes, mut inbox) = mpsc::channel(16);
+        let (requests, mut inbox) = mpsc::channel(16);
         let listener = tokio::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
         let member = member(listener.local_addr()?, self.tls.as_ref());
         let accept = self.tls.as_ref().map(|tls| tls.server([TlsRole::Operator], &[alpn::HTTP2]));
-        let service = supervisor_server::SupervisorServer::new(Service { wishes });
+        let service = supervisor_server::SupervisorServer::new(Service { requests });
         let server = tonic::transport::Server::builder()
             .add_service(service)
             .serve_with_incoming_shutdown(incoming(listener, accept), shutdown.token().cancelled_owned());
@@ -224,33 +218,17 @@ impl Supervisor {
             () = shutdown.draining() => return Ok(()),
         };
         loop {
-            let wish: Option<Scale> = tokio::select! {
-                wish = self.run_until(inbox.recv()) => wish?,
+            let request: Option<Request> = tokio::select! {
+                request = self.run_until(inbox.recv()) => request?,
                 () = shutdown.draining() => break,
             };
-            if let Some(wish) = wish {
-                self.wanted.extend(wish.wanted.iter().map(|(k, n)| (*k, *n)));
-                self.pending.push(wish);
+            if let Some(request) = request {
+                self.take(request);
             }
         }
         lease.revoke().await;
         server.abort();
         Ok(())
-    }
-
-    /// Answers the requests that are met: the wanted number runs and no process is still draining.
-    fn answer_scales(&mut self) {
-        let met = |scale: &Scale| {
-            scale.wanted.iter().all(|(kind, n)| self.processes.iter().filter(|p| p.kind == *kind).count() == *n)
-        };
-        let (prefill, decode) = (self.count(Kind::Prefill) as u32, self.count(Kind::Decode) as u32);
-        let (done, pending) = std::mem::take(&mut self.pending).into_iter().partition(met);
-        self.pending = pending;
-        let done: Vec<Scale> = done;
-        for scale in done {
-            // The caller may have disconnected.
-            let _ = scale.done.send(v1::ScaleResponse { prefill, decode });
-        }
     }
 
     /// Stops all processes: first the router, so that no request is placed on a stopping worker, then the workers. Kills the
@@ -309,32 +287,5 @@ fn member(address: SocketAddr, tls: Option<&Tls>) -> Member {
         blocks: 0,
         context_tokens: 0,
         draining: false,
-    }
-}
-
-struct Service {
-    wishes: mpsc::Sender<Scale>,
-}
-
-#[tonic::async_trait]
-impl supervisor_server::Supervisor for Service {
-    async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
-        let v1::ScaleRequest { prefill, decode } = request.into_inner();
-        for (field, count) in [("prefill", prefill), ("decode", decode)] {
-            if count.is_some_and(|n| n > MAX_WORKERS) {
-                return Err(Status::invalid_argument(format!(
-                    "{field} is above {MAX_WORKERS}, the most for one machine"
-                )));
-            }
-        }
-        if decode == Some(0) {
-            return Err(Status::invalid_argument("decode is 0; a cluster needs at least one decode worker"));
-        }
-        let wanted = [(Kind::Prefill, prefill), (Kind::Decode, decode)];
-        let wanted = wanted.into_iter().filter_map(|(kind, n)| n.map(|n| (kind, n as usize))).collect();
-        let (done, answer) = oneshot::channel();
-        let stopping = |_| Status::unavailable("the cluster is stopping");
-        self.wishes.send(Scale { wanted, done }).await.map_err(|_| Status::unavailable("the cluster is stopping"))?;
-        answer.await.map(Response::new).map_err(stopping)
     }
 }

@@ -161,9 +161,10 @@ fn scale_up_and_down_under_load_fails_no_request() {
     let url = cluster.registry().to_owned();
     let scale = |prefill: usize, decode: usize| {
         let counts = [&prefill.to_string(), &decode.to_string()].map(String::to_owned);
-        let said =
-            binary::output(&["scale", "--prefill", &counts[0], "--decode", &counts[1], "--registry", &url]).unwrap();
-        assert_eq!(said, format!("{prefill} prefill and {decode} decode workers serve\n"));
+        let args = ["scale", "--prefill", &counts[0], "--decode", &counts[1], "--wait", "--registry", &url];
+        let said = binary::output(&args).unwrap();
+        let last = format!("{prefill} of {prefill} prefill and {decode} of {decode} decode workers serve");
+        assert_eq!(said.lines().last(), Some(&*last), "{said}");
         assert_eq!((cluster.pids("prefill").len(), cluster.pids("decode").len()), (prefill, decode));
     };
     let (stop, stopped) = tokio::sync::watch::channel(false);
@@ -183,6 +184,25 @@ fn scale_up_and_down_under_load_fails_no_request() {
     for (prefill, decode) in [(2, 3), (1, 1), (0, 2), (1, 1)] {
         scale(prefill, decode);
     }
+    // One worker goes, under load as well: the only one only if another takes its place.
+    let the_worker = || {
+        let status = binary::output(&["status", "--json", "--registry", &url]).unwrap();
+        let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+        let workers = status["workers"].as_array().unwrap();
+        let decode = workers.iter().find(|worker| worker["role"] == "decode").unwrap();
+        decode["id"].as_str().unwrap().to_owned()
+    };
+    let drain = |more: &[&str]| binary::run(&[&["drain", &the_worker(), "--registry", &url], more].concat()).unwrap();
+    let before = cluster.pids("decode");
+    assert_eq!(drain(&["--replace", "--dry-run"]).code, Some(0));
+    assert_eq!(cluster.pids("decode"), before);
+    let refused = drain(&["--wait"]);
+    assert!(refused.code == Some(1) && refused.err.contains("--replace"), "{refused:?}");
+    assert_eq!(drain(&["--replace", "--wait"]).code, Some(0));
+    assert!(cluster.pids("decode").len() == 1 && cluster.pids("decode") != before);
+    scale(1, 2);
+    assert_eq!(drain(&["--wait"]).code, Some(0));
+    assert_eq!(cluster.pids("decode").len(), 1);
     stop.send_replace(true);
     for task in tasks {
         assert!(cluster.block_on(task).unwrap().unwrap() > 0);
@@ -192,6 +212,7 @@ fn scale_up_and_down_under_load_fails_no_request() {
     for (args, word) in [
         (vec!["scale", "--registry", &url], "--prefill"),
         (vec!["scale", "--registry", &url, "--decode", "0"], "decode"),
+        (vec!["drain", "--registry", &url, "nobody"], "nobody"),
         (vec!["scale", "--registry", &url, "--decode", "9999"], "decode"),
         (vec!["scale", "--registry", "http://127.0.0.1:1", "--decode", "1"], "127.0.0.1:1"),
     ] {

@@ -135,7 +135,7 @@ impl Node {
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
         let handle =
             engine_thread::start("engine", core, runner, clock, timeout, |commands| N::shell(&node, commands))?;
-        let service = WorkerService::new(N::ROLE.as_str(), handle.snapshot());
+        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }

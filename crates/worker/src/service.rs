@@ -3,6 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use baton_proto::v1::{self, worker_server};
+use baton_types::WorkerId;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
@@ -14,6 +15,7 @@ type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 /// Answers from the engine thread's snapshots.
 #[derive(Clone)]
 pub struct WorkerService {
+    id: WorkerId,
     pub(crate) role: &'static str,
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// Unset for a role that writes to no peer.
@@ -21,8 +23,8 @@ pub struct WorkerService {
 }
 
 impl WorkerService {
-    pub(crate) fn new(role: &'static str, snapshot: watch::Receiver<Snapshot>) -> WorkerService {
-        WorkerService { role, snapshot, peers: Arc::default() }
+    pub(crate) fn new(id: WorkerId, role: &'static str, snapshot: watch::Receiver<Snapshot>) -> WorkerService {
+        WorkerService { id, role, snapshot, peers: Arc::default() }
     }
 
     /// Adds what `peers` returns to the worker's status from now on.
@@ -52,6 +54,8 @@ impl worker_server::Worker for WorkerService {
             draining: now.draining,
             steps: now.steps,
             peers: self.peers.get().map(|peers| peers()).unwrap_or_default(),
+            id: self.id.0,
+            pid: std::process::id(),
         }))
     }
 }

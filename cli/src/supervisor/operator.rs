@@ -1,0 +1,191 @@
+//! What operators ask of `baton up`: other numbers of workers, and that one goes.
+
+use std::collections::BTreeMap;
+
+use baton_proto::v1::{self, supervisor_server};
+use tokio::sync::{mpsc, oneshot};
+use tonic::{Response, Status};
+
+use super::{Kind, Supervisor, terminate};
+
+/// Most workers of one role on one machine.
+const MAX_WORKERS: u32 = 64;
+
+/// A request of an operator, answered when it is met.
+pub(super) struct Request {
+    what: What,
+    done: oneshot::Sender<Result<v1::ScaleResponse, Status>>,
+}
+
+pub(super) enum What {
+    /// So many processes of each kind.
+    Scale { wanted: BTreeMap<Kind, usize>, at_once: bool },
+    /// One worker less, or another in its place.
+    Drain { pid: u32, replace: bool, at_once: bool },
+}
+
+impl Supervisor {
+    /// Begins what an operator asks for.
+    pub(super) fn take(&mut self, request: Request) {
+        let at_once = match &request.what {
+            What::Scale { wanted, at_once } => {
+                self.supersede(wanted);
+                self.wanted.extend(wanted.iter().map(|(kind, count)| (*kind, *count)));
+                *at_once
+            }
+            What::Drain { pid, replace, at_once } => {
+                let (pid, replace, at_once) = (*pid, *replace, *at_once);
+                if let Err(refused) = self.drain(pid, replace) {
+                    // The caller may have disconnected; so below.
+                    let _ = request.done.send(Err(refused));
+                    return;
+                }
+                at_once
+            }
+        };
+        if at_once {
+            let _ = request.done.send(Ok(self.goal()));
+        } else {
+            self.pending.push(request);
+        }
+    }
+
+    /// Fails the requests that wait for another number of the same kinds: it will not be reached any more.
+    fn supersede(&mut self, wanted: &BTreeMap<Kind, usize>) {
+        let differs = |request: &mut Request| match &request.what {
+            What::Scale { wanted: before, .. } => {
+                before.iter().any(|(kind, count)| wanted.get(kind).is_some_and(|new| new != count))
+            }
+            What::Drain { .. } => false,
+        };
+        for request in self.pending.extract_if(.., differs) {
+            let _ = request.done.send(Err(Status::aborted("a later request asked for another number of workers")));
+        }
+    }
+
+    fn drain(&mut self, pid: u32, replace: bool) -> Result<(), Status> {
+        let its = self.processes.iter_mut().find(|p| p.pid == pid && p.kind != Kind::Router && !p.stopping);
+        let process =
+            its.ok_or_else(|| Status::not_found("no worker of this `baton up` is that process, or it ends already"))?;
+        let kind = process.kind;
+        let wanted = self.wanted.get(&kind).copied().unwrap_or_default();
+        if kind == Kind::Decode && wanted <= 1 && !replace {
+            return Err(Status::failed_precondition(
+                "it is the last decode worker, and a cluster needs one; use --replace",
+            ));
+        }
+        tracing::info!(process = kind.name(), pid, replace, "draining");
+        terminate(process);
+        if !replace {
+            self.supersede(&BTreeMap::from([(kind, wanted.saturating_sub(1))]));
+            self.wanted.insert(kind, wanted.saturating_sub(1));
+        }
+        Ok(())
+    }
+
+    /// How many workers there will be.
+    fn goal(&self) -> v1::ScaleResponse {
+        let count = |kind| self.wanted.get(&kind).copied().unwrap_or_default() as u32;
+        v1::ScaleResponse { prefill: count(Kind::Prefill), decode: count(Kind::Decode) }
+    }
+
+    /// Answers the requests that are met: the wanted number runs and no process of the kind, or not the one named, is still draining.
+    pub(super) fn answer_requests(&mut self) {
+        let processes = &self.processes;
+        let met = |request: &mut Request| match &request.what {
+            What::Scale { wanted, .. } => {
+                wanted.iter().all(|(kind, count)| processes.iter().filter(|p| p.kind == *kind).count() == *count)
+            }
+            What::Drain { pid, .. } => processes.iter().all(|p| p.pid != *pid),
+        };
+        let goal = self.goal();
+        for request in self.pending.extract_if(.., met) {
+            let _ = request.done.send(Ok(goal));
+        }
+    }
+}
+
+/// The gRPC service `Supervisor`.
+pub(super) struct Service {
+    pub requests: mpsc::Sender<Request>,
+}
+
+impl Service {
+    async fn ask(&self, what: What) -> Result<Response<v1::ScaleResponse>, Status> {
+        let stopping = || Status::unavailable("the cluster is stopping");
+        let (done, answer) = oneshot::channel();
+        self.requests.send(Request { what, done }).await.map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())?.map(Response::new)
+    }
+}
+
+#[tonic::async_trait]
+impl supervisor_server::Supervisor for Service {
+    async fn scale(&self, request: tonic::Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
+        let v1::ScaleRequest { prefill, decode, at_once } = request.into_inner();
+        for (field, count) in [("prefill", prefill), ("decode", decode)] {
+            if count.is_some_and(|n| n > MAX_WORKERS) {
+                return Err(Status::invalid_argument(format!(
+                    "{field} is above {MAX_WORKERS}, the most for one machine"
+                )));
+            }
+        }
+        if decode == Some(0) {
+            return Err(Status::invalid_argument("decode is 0; a cluster needs at least one decode worker"));
+        }
+        let wanted = [(Kind::Prefill, prefill), (Kind::Decode, decode)];
+        let wanted = wanted.into_iter().filter_map(|(kind, n)| n.map(|n| (kind, n as usize))).collect();
+        self.ask(What::Scale { wanted, at_once }).await
+    }
+
+    async fn drain(&self, request: tonic::Request<v1::DrainRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
+        let v1::DrainRequest { pid, replace, at_once } = request.into_inner();
+        self.ask(What::Drain { pid, replace, at_once }).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn supervisor() -> Supervisor {
+        let mut supervisor = Supervisor::new("nothing-is-started".into(), None);
+        supervisor.scale(Kind::Prefill, 1);
+        supervisor.scale(Kind::Decode, 1);
+        supervisor
+    }
+
+    fn ask(supervisor: &mut Supervisor, what: What) -> oneshot::Receiver<Result<v1::ScaleResponse, Status>> {
+        let (done, answer) = oneshot::channel();
+        supervisor.take(Request { what, done });
+        answer
+    }
+
+    fn scale(kind: Kind, count: usize, at_once: bool) -> What {
+        What::Scale { wanted: BTreeMap::from([(kind, count)]), at_once }
+    }
+
+    #[test]
+    fn a_request_that_another_takes_the_place_of_fails() {
+        let mut supervisor = supervisor();
+        let mut first = ask(&mut supervisor, scale(Kind::Decode, 2, false));
+        let mut other_kind = ask(&mut supervisor, scale(Kind::Prefill, 4, false));
+        let mut same = ask(&mut supervisor, scale(Kind::Decode, 2, false));
+        assert!(first.try_recv().is_err(), "it waits");
+        let second = ask(&mut supervisor, scale(Kind::Decode, 3, true)).try_recv().unwrap().unwrap();
+        assert_eq!((second.prefill, second.decode), (4, 3));
+        for superseded in [&mut first, &mut same] {
+            assert_eq!(superseded.try_recv().unwrap().unwrap_err().code(), tonic::Code::Aborted);
+        }
+        assert!(other_kind.try_recv().is_err());
+    }
+
+    #[test]
+    fn a_process_that_is_none_of_its_workers_is_not_drained() {
+        let mut supervisor = supervisor();
+        let drain = What::Drain { pid: std::process::id(), replace: false, at_once: true };
+        let refused = ask(&mut supervisor, drain).try_recv().unwrap().unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::NotFound);
+        assert_eq!(supervisor.goal().decode, 1);
+    }
+}

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Streams answers over and over and checks each; runs in a pod, with nothing but Python's own library.
+
+    load.py URL MODEL STREAMS
+
+Every request has a salt of its own, so every prompt is computed and handed over. Each answer must equal the first one to its prompt. Whoever
+runs it writes a name to the standard input at the beginning of each phase, and "end" at the end; a line of JSON for each phase comes out.
+A connection that breaks is tried again, as clients do, and counted: a stream cannot outlive its router.
+"""
+
+import collections
+import http.client
+import json
+import random
+import sys
+import threading
+import time
+import urllib.parse
+
+PROMPTS = ["Why is the sky blue?", "What is a comet made of?", "How do bees find their way?", "Why do we dream?", "What is inflation?"]
+TOKENS = 96
+lock = threading.Lock()
+answers = {}
+phase = "start"
+counts = collections.defaultdict(collections.Counter)
+gaps = collections.defaultdict(float)
+errors = {}
+
+
+def ask(url, model, prompt):
+    """One streamed answer, and the longest time without a token."""
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0, "stream": True,
+            "ignore_eos": True, "cache_salt": f"{random.getrandbits(64):x}"}
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=120)
+    last, gap, text, ended = time.monotonic(), 0.0, "", False
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {answer.read().decode()[:300]}")
+    for line in answer:
+        if line.startswith(b"data: {"):
+            now = time.monotonic()
+            gap, last = max(gap, now - last), now
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(json.dumps(event["error"])[:300])
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+        ended |= line.startswith(b"data: [DONE]")
+    connection.close()
+    if not ended:
+        raise ConnectionError("the stream broke off")
+    return text, gap
+
+
+def stream(url, model, number):
+    while phase != "end":
+        prompt, begun = PROMPTS[number % len(PROMPTS)], phase
+        number += 1
+        try:
+            text, gap = ask(url, model, prompt)
+            with lock:
+                right = answers.setdefault(prompt, text) == text
+                counts[begun]["right" if right else "wrong"] += 1
+                gaps[begun] = max(gaps[begun], gap)
+        except (ConnectionError, http.client.HTTPException, OSError) as error:
+            with lock:
+                counts[begun]["connections lost"] += 1
+                errors.setdefault(begun, repr(error))
+            time.sleep(0.5)
+        except RuntimeError as error:
+            with lock:
+                counts[begun]["failed"] += 1
+                errors[begun] = str(error)
+            time.sleep(0.5)
+
+
+def main():
+    global phase
+    url, model, streams = urllib.parse.urlparse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    threads = [threading.Thread(target=stream, args=(url, model, number)) for number in range(streams)]
+    for thread in threads:
+        thread.start()
+    for line in sys.stdin:
+        before, phase = phase, line.strip()
+        with lock:
+            print(json.dumps({"phase": before, **counts[before], "longest gap": gaps[before], "error": errors.get(before)}), flush=True)
+        if phase == "end":
+            break
+    phase = "end"
+    for thread in threads:
+        thread.join()
+    total = sum(counts.values(), collections.Counter())
+    print(json.dumps({"phase": "all", **total, "longest gap": max(gaps.values(), default=0), "error": next(iter(errors.values()), None)}), flush=True)
+
+
+main()
