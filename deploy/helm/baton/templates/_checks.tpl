@@ -18,6 +18,36 @@
 {{- if and (eq .Values.modelCache.type "existing") (not .Values.modelCache.existing.claimName) -}}
   {{- fail "modelCache.type is existing, but modelCache.existing.claimName is empty; name your claim there" -}}
 {{- end -}}
+{{- if .Values.keys.secretName -}}
+  {{- if .Values.router.config.keys_file -}}
+    {{- fail "keys.secretName and router.config.keys_file both name a keys file; set one of them" -}}
+  {{- end -}}
+  {{- if .Values.router.config.registry_on_grpc -}}
+    {{- fail "keys.secretName is set, but with router.config.registry_on_grpc clients could register workers without a key; set it to false" -}}
+  {{- end -}}
+{{- end -}}
+{{- range $route := list "httpRoute" "grpcRoute" -}}
+  {{- $r := get $.Values.router $route -}}
+  {{- if and $r.enabled (not $r.parentRefs) -}}
+    {{- fail (printf "router.%s.enabled is true, but router.%s.parentRefs is empty; name your Gateway there" $route $route) -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.monitoring -}}
+  {{- if and .podMonitor.enabled .serviceMonitor.enabled -}}
+    {{- fail "monitoring.podMonitor.enabled and monitoring.serviceMonitor.enabled are true, so all would be scraped twice; set one of them to false" -}}
+  {{- end -}}
+  {{- $alerts := list -}}
+  {{- range ($.Files.Get "files/alerts.yaml" | fromYaml).groups -}}
+    {{- range .rules -}}
+      {{- $alerts = append $alerts .alert -}}
+    {{- end -}}
+  {{- end -}}
+  {{- range $alert, $limit := .rules.thresholds -}}
+    {{- if not (has $alert $alerts) -}}
+      {{- fail (printf "monitoring.rules.thresholds has %s, but there is no such alert; there are %s" $alert (join ", " $alerts)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- range $role := list "router" "prefill" "decode" -}}
   {{- $c := get $.Values $role -}}
   {{- with $c.autoscaling -}}

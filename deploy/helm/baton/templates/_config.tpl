@@ -8,8 +8,14 @@ no choice. */}}
 
 {{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
 
+{{/* Where workers of one node meet. */}}
+{{- define "baton.socketsPath" -}}/run/baton-sockets{{- end -}}
+
 {{/* Where pods find the hub's access token. */}}
 {{- define "baton.hubTokenPath" -}}/etc/baton-hub/token{{- end -}}
+
+{{/* Where routers find the keys file. */}}
+{{- define "baton.keysPath" -}}/etc/baton-keys/keys.toml{{- end -}}
 
 {{/* Name in the registry, 1 to 63 of a-z, 0-9 and -; a long one is told apart from others by a digest. */}}
 {{- define "baton.cluster" -}}
@@ -81,8 +87,14 @@ no choice. */}}
   {{- with $v.servedName -}}
     {{- $_ := set $settings "served_name" . -}}
   {{- end -}}
+  {{- if $v.keys.secretName -}}
+    {{- $_ := set $settings "keys_file" (include "baton.keysPath" .root) -}}
+  {{- end -}}
 {{- else -}}
   {{- $settings = merge $settings $v.workers.config -}}
+{{- end -}}
+{{- if and (ne .role "router") $v.workers.sockets.hostPath -}}
+  {{- $_ := set $settings "transfer_sockets" (include "baton.socketsPath" .root) -}}
 {{- end -}}
 {{- if eq .role "decode" -}}
   {{- $_ := set $settings "transfer" (printf "%s:%v" $any $ports.transfer) -}}
@@ -95,10 +107,36 @@ no choice. */}}
 {{- toYaml $settings -}}
 {{- end -}}
 
-{{/* A mapping of plain values as TOML. JSON's texts and lists of texts are also TOML's; whole numbers arrive as floats. */}}
+{{/* Ports that UCX listens on in a worker's pod, {first, last}; nothing if the workers do not use it. It takes any free port, unless its
+own setting TCP_PORT_RANGE says which. Takes root and role. */}}
+{{- define "baton.ucxPorts" -}}
+{{- $used := false -}}
+{{- range $role := list "prefill" "decode" -}}
+  {{- $settings := include "baton.settings" (dict "root" $.root "role" $role) | fromYaml -}}
+  {{- $transport := $settings.transport | default "auto" -}}
+  {{- $set := or $settings.ucx_library $settings.ucx_options -}}
+  {{- /* With TLS, auto leaves UCX out. */ -}}
+  {{- if or (eq $transport "ucx") (and (eq $transport "auto") $set (not $settings.tls_cert)) -}}
+    {{- $used = true -}}
+  {{- end -}}
+{{- end -}}
+{{- if $used -}}
+  {{- $settings := include "baton.settings" . | fromYaml -}}
+  {{- $range := regexFind "TCP_PORT_RANGE=[0-9]+-[0-9]+" ($settings.ucx_options | default "") | trimPrefix "TCP_PORT_RANGE=" -}}
+  {{- if not $range -}}
+    {{- /* All but the binary's own. */ -}}
+    {{- $range = printf "%d-65535" (add 1 (include "baton.ports" .root | fromYaml).admin) -}}
+  {{- end -}}
+  {{- $ends := splitList "-" $range -}}
+{first: {{ first $ends }}, last: {{ last $ends }}}
+{{- end -}}
+{{- end -}}
+
+{{/* A mapping of plain values as TOML. JSON's texts, numbers and lists of texts are also TOML's; whole numbers arrive as floats, which JSON
+may write with an exponent. */}}
 {{- define "baton.toml" -}}
 {{- range $key, $value := . }}
-{{- if kindIs "float64" $value }}
+{{- if and (kindIs "float64" $value) (eq (floor $value) $value) }}
 {{ $key }} = {{ int64 $value }}
 {{- else if not (kindIs "invalid" $value) }}
 {{ $key }} = {{ toJson $value }}

@@ -78,6 +78,21 @@ securityContext:
 # Longer than the drain, so that it ends by itself.
 terminationGracePeriodSeconds: {{ add (int ($c.preStopSeconds | default 0)) (int $c.drainSeconds) 15 }}
 {{- include "baton.scheduling" . }}
+{{- if and (ne .role "router") $v.workers.sockets.hostPath $v.workers.sockets.prepare }}
+initContainers:
+  - name: sockets
+    image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+    imagePullPolicy: {{ $v.image.pullPolicy }}
+    command: [install, -d, -o, {{ $v.podSecurityContext.runAsUser | quote }}, -g, {{ $v.podSecurityContext.runAsGroup | quote }}, -m, "0700", {{ include "baton.socketsPath" .root }}]
+    securityContext:
+      runAsUser: 0
+      runAsNonRoot: false
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: {drop: [ALL], add: [CHOWN, FOWNER]}
+    volumeMounts:
+      - {name: sockets, mountPath: {{ include "baton.socketsPath" .root }}}
+{{- end }}
 containers:
   - name: baton
     image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
@@ -109,6 +124,16 @@ containers:
       {{- if $v.hub.token.secretName }}
       - {name: hub-token, mountPath: {{ include "baton.hubTokenPath" .root | dir }}, readOnly: true}
       {{- end }}
+      {{- if and (eq .role "router") $v.keys.secretName }}
+      # The folder, not the file alone: that would not change with the Secret.
+      - {name: keys, mountPath: {{ include "baton.keysPath" .root | dir }}, readOnly: true}
+      {{- end }}
+      {{- if and (ne .role "router") $v.workers.sockets.hostPath }}
+      - {name: sockets, mountPath: {{ include "baton.socketsPath" .root }}}
+      {{- end }}
+      {{- if and (ne .role "router") $v.workers.shm.sizeLimit }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
       {{- with $c.extraVolumeMounts }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -120,6 +145,20 @@ volumes:
       secretName: {{ .secretName }}
       items: [{key: {{ .key | quote }}, path: {{ include "baton.hubTokenPath" $ | base }}}]
   {{- end }}
+  {{- end }}
+  {{- if and (eq .role "router") $v.keys.secretName }}
+  - name: keys
+    secret:
+      secretName: {{ $v.keys.secretName }}
+      items: [{key: {{ $v.keys.key | quote }}, path: {{ include "baton.keysPath" .root | base }}}]
+  {{- end }}
+  {{- if and (ne .role "router") $v.workers.sockets.hostPath }}
+  - name: sockets
+    hostPath: {path: {{ $v.workers.sockets.hostPath | quote }}, type: DirectoryOrCreate}
+  {{- end }}
+  {{- if and (ne .role "router") $v.workers.shm.sizeLimit }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: {{ $v.workers.shm.sizeLimit | quote }}}
   {{- end }}
   - name: config
     configMap:
@@ -242,7 +281,7 @@ affinity:
 topologySpreadConstraints:
   {{- $labels := include "baton.selector" . | fromYaml }}
   {{- range $c.topologySpreadConstraints }}
-  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
+  - {{- toYaml (hasKey . "labelSelector" | ternary . (set (deepCopy .) "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
   {{- end }}
 {{- end }}
 {{- end -}}

@@ -1,0 +1,82 @@
+"""Kinds that Kubernetes itself does not have, and so no schema of its own: the fields that the chart sets in them, and whether what they
+point to is there. Used by tools/chart-lint."""
+
+# A shape: a constant, a type, {key: shape} with `?` behind keys that may be absent and no others, or [shape] for a list that has some.
+TEXTS = dict
+METADATA = {"name": str, "namespace": str, "labels": TEXTS, "annotations?": TEXTS}
+ENDPOINT = {"port": str, "path": "/metrics", "interval": str}
+SELECTOR = {"matchLabels": TEXTS, "matchExpressions?": [{"key": str, "operator": "In", "values": [str]}]}
+PARENT = {"name": str, "namespace?": str, "sectionName?": str, "port?": int, "group?": str, "kind?": str}
+BACKENDS = [{"name": str, "port": int}]
+ALERT = {"alert": str, "expr": str, "for?": str, "labels": {"severity": str}, "annotations": {"summary": str, "description": str}}
+OPERATOR, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
+KINDS = {
+    "PodMonitor": (OPERATOR, {"selector": SELECTOR, "podTargetLabels": [str], "podMetricsEndpoints": [ENDPOINT]}),
+    "ServiceMonitor": (OPERATOR, {"selector": SELECTOR, "targetLabels": [str], "endpoints": [ENDPOINT]}),
+    "PrometheusRule": (OPERATOR, {"groups": [{"name": str, "rules": [ALERT]}]}),
+    "HTTPRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str],
+                            "rules": [{"backendRefs": BACKENDS, "timeouts?": {"request": str}}]}),
+    "GRPCRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str], "rules": [{"backendRefs": BACKENDS}]}),
+}
+
+
+def misfits(value, shape, path):
+    """What of a value does not have its shape."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            yield f"{path}: {value!r} is not a mapping"
+            return
+        known = {key.rstrip("?"): inner for key, inner in shape.items()}
+        yield from (f"{path}.{key} is unknown" for key in value if key not in known)
+        yield from (f"{path}.{key} is missing" for key in shape if not key.endswith("?") and key not in value)
+        for key in value.keys() & known.keys():
+            yield from misfits(value[key], known[key], f"{path}.{key}")
+    elif isinstance(shape, list):
+        if not isinstance(value, list) or not value:
+            yield f"{path}: {value!r} is not a list that has something"
+            return
+        for index, item in enumerate(value):
+            yield from misfits(item, shape[0], f"{path}[{index}]")
+    elif not (isinstance(value, shape) if isinstance(shape, type) else value == shape):
+        yield f"{path}: {value!r} is not {getattr(shape, '__name__', repr(shape))}"
+
+
+def selected(selector, labels):
+    """Whether a selector of a monitor takes something with these labels."""
+    wanted = [{"key": key, "values": [value]} for key, value in selector["matchLabels"].items()]
+    return all(labels.get(one["key"]) in one["values"] for one in wanted + selector.get("matchExpressions", []))
+
+
+def loose_ends(manifest, others):
+    """What a manifest points to that is not among the release's manifests."""
+    kind, spec = manifest["kind"], manifest["spec"]
+    services = [other for other in others if other["kind"] == "Service"]
+    if kind == "PodMonitor":
+        pods = [other["spec"]["template"] for other in others if other["kind"] in ("Deployment", "StatefulSet")]
+        met = [pod for pod in pods if selected(spec["selector"], pod["metadata"]["labels"])]
+        ports = [{port["name"] for port in pod["spec"]["containers"][0]["ports"]} for pod in met]
+        wanted, endpoints = len(met), spec["podMetricsEndpoints"]
+    elif kind == "ServiceMonitor":
+        met = [service for service in services if selected(spec["selector"], service["metadata"]["labels"])]
+        ports = [{port["name"] for port in service["spec"]["ports"]} for service in met]
+        # Beside them there are the Services that clients and workers use.
+        wanted, endpoints = 3, spec["endpoints"]
+    elif kind in ("HTTPRoute", "GRPCRoute"):
+        backends = [(backend["name"], backend["port"]) for rule in spec["rules"] for backend in rule["backendRefs"]]
+        there = {(service["metadata"]["name"], port["port"]) for service in services for port in service["spec"]["ports"]}
+        yield from (f"there is no Service {name} with port {port}" for name, port in backends if (name, port) not in there)
+        return
+    else:
+        return
+    for endpoint in endpoints:
+        found = sum(endpoint["port"] in names for names in ports)
+        if found != wanted or not wanted:
+            yield f"port {endpoint['port']} is found {found} times, not {wanted}"
+
+
+def problems(manifest, others):
+    """What is wrong with a manifest of a kind above, among those of its release."""
+    version, shape = KINDS[manifest["kind"]]
+    whole = {"apiVersion": version, "kind": str, "metadata": METADATA, "spec": shape}
+    found = list(misfits(manifest, whole, manifest["kind"]))
+    return found or [f"{manifest['kind']}: {end}" for end in loose_ends(manifest, others)]
