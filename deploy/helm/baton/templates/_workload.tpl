@@ -12,9 +12,13 @@ apiVersion: apps/v1
 kind: Deployment
 metadata:
   {{- include "baton.metadata" . | nindent 2 }}
+  {{- if not $c.autoscaling.enabled }}
+  annotations:
+    {{ include "baton.replicasAnnotation" . }}: {{ int $c.replicas | quote }}
+  {{- end }}
 spec:
   {{- if not $c.autoscaling.enabled }}
-  replicas: {{ int $c.replicas }}
+  replicas: {{ include "baton.replicas" . }}
   {{- end }}
   strategy:
     {{- if and (eq .role "router") (eq .root.Values.registry.type "embedded") }}
@@ -39,6 +43,22 @@ spec:
         {{- include "baton.podAnnotations" . | nindent 8 }}
     spec:
       {{- include "baton.podSpec" . | nindent 6 }}
+{{- end -}}
+
+{{/* What the values said of the replicas when they were last applied. */}}
+{{- define "baton.replicasAnnotation" -}}baton/replicas{{- end -}}
+
+{{/* How many pods: as the values say; but while they say what they said before, what `baton scale` has made of it stays. Otherwise every upgrade
+would undo it, or fail: Helm refuses to change what another program has set. Takes root and role. */}}
+{{- define "baton.replicas" -}}
+{{- $c := get .root.Values .role -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" (include "baton.fullname" .root) .role) | default dict -}}
+{{- $said := dig "metadata" "annotations" (include "baton.replicasAnnotation" .) "" $live -}}
+{{- if eq $said (toString (int $c.replicas)) -}}
+{{- int $live.spec.replicas -}}
+{{- else -}}
+{{- int $c.replicas -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Labels of the pods: those that select them, and the user's, which cannot replace them. No versions, which would start all pods again with
