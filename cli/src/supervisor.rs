@@ -27,6 +27,7 @@ const SHORT_LIFE: Duration = Duration::from_secs(5);
 const MAX_SHORT_LIVES: u32 = 3;
 /// Half the wait before a restart after the first short life. Each further short life doubles the wait.
 const MIN_BACKOFF: Duration = Duration::from_millis(250);
+
 /// The role of a process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Kind {

@@ -52,6 +52,9 @@ pub async fn drain(release: &Release, drain: &Drain, options: &Options) -> anyho
     let workload = release.workload(role).await?;
     let now = workload.replicas();
     let to = if drain.replace { now } else { now.saturating_sub(1) };
+    if role == Role::Decode && to == 0 {
+        bail!("it is the last decode worker, and a cluster needs one; use --replace");
+    }
     println!("{} goes once its requests are done; {}: {now} -> {to} pods", name(&pod), workload.name());
     if options.dry_run {
         println!("nothing was changed (--dry-run)");
