@@ -69,7 +69,12 @@ pub fn drain_command() -> Command {
                 .required(true)
                 .help("Its id, or on Kubernetes the name of its pod, as `baton status` shows them"),
         )
-        .arg(Arg::new("replace").long("replace").action(ArgAction::SetTrue).help("Starts another in its place"))
+        .arg(
+            Arg::new("replace")
+                .long("replace")
+                .action(ArgAction::SetTrue)
+                .help("Starts another in its place; under `baton up` that one serves first"),
+        )
         .args(how())
         .args(reach_args())
 }
@@ -85,7 +90,7 @@ fn how() -> [Arg; 4] {
             .value_parser(|text: &str| baton_runtime::config::parse_duration(text))
             .help("With --wait: how long"),
         flag("dry-run", "Only says what would be done"),
-        flag("force", "Also where an autoscaler sets the number, which may undo it"),
+        flag("force", "Also where an autoscaler may undo it, or where requests wait because no other worker serves"),
     ]
 }
 
@@ -168,8 +173,8 @@ impl Up {
         let Some(member) = members.into_iter().find(|member| member.id.to_string() == drain.worker) else {
             bail!("no worker has the id {:?}; `baton status` shows them", drain.worker);
         };
-        let then = if drain.replace { "another takes its place" } else { "the cluster gets smaller by one" };
-        println!("{} worker {} goes once its requests are done; {then}", member.role.as_str(), drain.worker);
+        let then = if drain.replace { "once another serves in its place" } else { "and is not replaced" };
+        println!("{} worker {} goes {then}; it finishes its requests first", member.role.as_str(), drain.worker);
         if options.dry_run {
             println!("nothing was changed (--dry-run)");
             return Ok(());
@@ -178,7 +183,7 @@ impl Up {
         if pid == 0 {
             bail!("the worker is of a version that does not say which process it is; use `baton scale`");
         }
-        let request = v1::DrainRequest { pid, replace: drain.replace, at_once: !options.wait };
+        let request = v1::DrainRequest { worker: member.id.0, pid, replace: drain.replace, at_once: !options.wait };
         let now = answered(options, self.client.drain(request)).await?;
         self.wait(now, options).await
     }

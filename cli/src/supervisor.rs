@@ -10,10 +10,11 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use baton_cluster::{Member, Role};
+use baton_cluster::{Member, Role, ViewReceiver};
 use baton_proto::v1::supervisor_server;
 use baton_runtime::tls::{TlsRole, alpn};
 use baton_runtime::{Shutdown, Tls, die_with_parent};
+use baton_types::WorkerId;
 use baton_worker::{incoming, random_worker_id};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
@@ -45,6 +46,15 @@ impl Kind {
             Kind::Prefill => "prefill",
         }
     }
+
+    /// Its role as a member; routers have none.
+    fn role(self) -> Option<Role> {
+        match self {
+            Kind::Router => None,
+            Kind::Decode => Some(Role::Decode),
+            Kind::Prefill => Some(Role::Prefill),
+        }
+    }
 }
 
 struct Process {
@@ -54,6 +64,23 @@ struct Process {
     started: Instant,
     /// It was told to stop, so its end is expected.
     stopping: bool,
+    /// It is told to stop once others serve.
+    leaving: Option<Leaving>,
+}
+
+/// How a process goes that is to be drained.
+#[derive(Clone, Copy)]
+struct Leaving {
+    worker: WorkerId,
+    /// All the others that there should be have to serve first, not just one.
+    replaced: bool,
+}
+
+impl Process {
+    /// It counts as one of the processes that there should be.
+    fn stays(&self) -> bool {
+        !self.stopping && self.leaving.is_none()
+    }
 }
 
 /// The processes and how to start more of them.
@@ -68,6 +95,8 @@ pub struct Supervisor {
     /// The cluster has been ready. From then on a worker that keeps dying is restarted again and again, after growing waits.
     settled: bool,
     pending: Vec<Request>,
+    /// Who serves, once the supervisor is part of the cluster.
+    views: ViewReceiver,
 }
 
 impl Supervisor {
@@ -83,6 +112,7 @@ impl Supervisor {
             short_lives: BTreeMap::new(),
             settled: false,
             pending: Vec::new(),
+            views: tokio::sync::watch::channel(Default::default()).1,
         }
     }
 
@@ -104,7 +134,7 @@ impl Supervisor {
     }
 
     fn count(&self, kind: Kind) -> usize {
-        self.processes.iter().filter(|p| p.kind == kind && !p.stopping).count()
+        self.processes.iter().filter(|p| p.kind == kind && p.stays()).count()
     }
 
     fn start(&mut self, kind: Kind) -> anyhow::Result<()> {
@@ -118,7 +148,7 @@ impl Supervisor {
         let child = Command::from(command).spawn().with_context(|| format!("starting {}", kind.name()))?;
         let pid = child.id().unwrap_or_default();
         tracing::info!(process = kind.name(), pid, "started");
-        self.processes.push(Process { kind, child, pid, started: Instant::now(), stopping: false });
+        self.processes.push(Process { kind, child, pid, started: Instant::now(), stopping: false, leaving: None });
         Ok(())
     }
 
@@ -131,7 +161,7 @@ impl Supervisor {
             }
             for _ in count..self.count(kind) {
                 // The youngest is drained first.
-                if let Some(process) = self.processes.iter_mut().rev().find(|p| p.kind == kind && !p.stopping) {
+                if let Some(process) = self.processes.iter_mut().rev().find(|p| p.kind == kind && p.stays()) {
                     tracing::info!(process = kind.name(), pid = process.pid, "draining");
                     terminate(process);
                 }
@@ -160,9 +190,9 @@ impl Supervisor {
         let (status, index, _) = futures::future::select_all(ends).await;
         let process = self.processes.remove(index);
         let status = status.context("waiting for a process")?;
-        match process.stopping {
-            true => tracing::info!(process = process.kind.name(), pid = process.pid, "stopped"),
-            false => self.died(&process, status)?,
+        match process.stays() {
+            true => self.died(&process, status)?,
+            false => tracing::info!(process = process.kind.name(), pid = process.pid, "stopped"),
         }
         Ok(())
     }
@@ -189,14 +219,17 @@ impl Supervisor {
     /// When the processes cannot be kept running.
     pub async fn run_until<T>(&mut self, until: impl Future<Output = T>) -> anyhow::Result<T> {
         tokio::pin!(until);
+        let mut views = self.views.clone();
         loop {
             self.reconcile()?;
+            self.retire();
             self.answer_requests();
             let next_start = self.next_start();
             tokio::select! {
                 done = &mut until => return Ok(done),
                 reaped = self.reap() => reaped?,
                 () = tokio::time::sleep_until(next_start) => {}
+                Ok(()) = views.changed() => {}
             }
         }
     }
@@ -214,6 +247,7 @@ impl Supervisor {
         let server = tokio::spawn(server);
         let registry = baton_cluster::connect(registry, self.tls.as_ref()).await?;
         self.settled = true;
+        self.views = registry.watch();
         let lease = tokio::select! {
             lease = self.run_until(registry.register(member, Duration::from_secs(5))) => lease??,
             () = shutdown.draining() => return Ok(()),

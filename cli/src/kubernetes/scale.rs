@@ -61,6 +61,7 @@ pub async fn drain(release: &Release, drain: &Drain, options: &Options) -> anyho
         return Ok(());
     }
     if drain.replace {
+        refuse_gap(release, role, &pod, options).await?;
         let evicted = answered(release.api::<Pod>().evict(name(&pod), &EvictParams::default())).await;
         evicted.with_context(|| format!("evicting pod {}", name(&pod)))?;
     } else {
@@ -109,6 +110,19 @@ async fn candidates(release: &Release, pods: &[Pod]) -> Vec<Candidate> {
         Candidate { name: name(pod).to_owned(), ready: is_ready(pod), requests, cached }
     };
     futures::future::join_all(pods.iter().map(ask)).await
+}
+
+/// Kubernetes starts another pod only once this one has gone, which with one pod leaves nobody.
+async fn refuse_gap(release: &Release, role: Role, pod: &Pod, options: &Options) -> anyhow::Result<()> {
+    let pods = release.pods(role).await?;
+    let others = pods.iter().filter(|other| name(other) != name(pod) && !is_leaving(other) && is_ready(other)).count();
+    if role == Role::Decode && others == 0 && !options.force {
+        bail!(
+            "no other decode pod is ready, and Kubernetes starts another only once this one has gone; \
+             add one first (baton scale --decode N --wait), or use --force"
+        );
+    }
+    Ok(())
 }
 
 /// An autoscaler would undo a change within a minute.

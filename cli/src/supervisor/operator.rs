@@ -1,12 +1,15 @@
 //! What operators ask of `baton up`: other numbers of workers, and that one goes.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use baton_cluster::{Role, View};
 use baton_proto::v1::{self, supervisor_server};
+use baton_types::WorkerId;
 use tokio::sync::{mpsc, oneshot};
 use tonic::{Response, Status};
 
-use super::{Kind, Supervisor, terminate};
+use super::{Kind, Leaving, Supervisor, terminate};
 
 /// Most workers of one role on one machine.
 const MAX_WORKERS: u32 = 64;
@@ -21,7 +24,7 @@ pub(super) enum What {
     /// So many processes of each kind.
     Scale { wanted: BTreeMap<Kind, usize>, at_once: bool },
     /// One worker less, or another in its place.
-    Drain { pid: u32, replace: bool, at_once: bool },
+    Drain { worker: WorkerId, pid: u32, replace: bool, at_once: bool },
 }
 
 impl Supervisor {
@@ -33,9 +36,9 @@ impl Supervisor {
                 self.wanted.extend(wanted.iter().map(|(kind, count)| (*kind, *count)));
                 *at_once
             }
-            What::Drain { pid, replace, at_once } => {
-                let (pid, replace, at_once) = (*pid, *replace, *at_once);
-                if let Err(refused) = self.drain(pid, replace) {
+            What::Drain { worker, pid, replace, at_once } => {
+                let at_once = *at_once;
+                if let Err(refused) = self.drain(*worker, *pid, *replace) {
                     // The caller may have disconnected; so below.
                     let _ = request.done.send(Err(refused));
                     return;
@@ -63,8 +66,8 @@ impl Supervisor {
         }
     }
 
-    fn drain(&mut self, pid: u32, replace: bool) -> Result<(), Status> {
-        let its = self.processes.iter_mut().find(|p| p.pid == pid && p.kind != Kind::Router && !p.stopping);
+    fn drain(&mut self, worker: WorkerId, pid: u32, replace: bool) -> Result<(), Status> {
+        let its = self.processes.iter_mut().find(|p| p.pid == pid && p.kind != Kind::Router && p.stays());
         let process =
             its.ok_or_else(|| Status::not_found("no worker of this `baton up` is that process, or it ends already"))?;
         let kind = process.kind;
@@ -74,13 +77,29 @@ impl Supervisor {
                 "it is the last decode worker, and a cluster needs one; use --replace",
             ));
         }
-        tracing::info!(process = kind.name(), pid, replace, "draining");
-        terminate(process);
+        tracing::info!(process = kind.name(), pid, replace, "is to be drained");
+        process.leaving = Some(Leaving { worker, replaced: replace });
         if !replace {
             self.supersede(&BTreeMap::from([(kind, wanted.saturating_sub(1))]));
             self.wanted.insert(kind, wanted.saturating_sub(1));
         }
         Ok(())
+    }
+
+    /// Tells the processes to stop that are to be drained, where enough others serve: requests never find nobody.
+    pub(super) fn retire(&mut self) {
+        let view = Arc::clone(&*self.views.borrow());
+        let leave = self.processes.iter().filter_map(|p| p.leaving);
+        let leave: Vec<WorkerId> = leave.map(|leaving| leaving.worker).collect();
+        for process in self.processes.iter_mut().filter(|p| !p.stopping) {
+            let (Some(leaving), Some(role)) = (process.leaving, process.kind.role()) else { continue };
+            let wanted = self.wanted.get(&process.kind).copied().unwrap_or_default();
+            let needed = if leaving.replaced { wanted } else { wanted.min(1) };
+            if others(&view, role, &leave) >= needed {
+                tracing::info!(process = process.kind.name(), pid = process.pid, "draining");
+                terminate(process);
+            }
+        }
     }
 
     /// How many workers there will be.
@@ -103,6 +122,11 @@ impl Supervisor {
             let _ = request.done.send(Ok(goal));
         }
     }
+}
+
+/// How many workers serve, without those that leave.
+fn others(view: &View, role: Role, leave: &[WorkerId]) -> usize {
+    view.serving(role).filter(|member| !leave.contains(&member.id)).count()
 }
 
 /// The gRPC service `Supervisor`.
@@ -139,13 +163,18 @@ impl supervisor_server::Supervisor for Service {
     }
 
     async fn drain(&self, request: tonic::Request<v1::DrainRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
-        let v1::DrainRequest { pid, replace, at_once } = request.into_inner();
-        self.ask(What::Drain { pid, replace, at_once }).await
+        let v1::DrainRequest { pid, replace, at_once, worker } = request.into_inner();
+        self.ask(What::Drain { worker: WorkerId(worker), pid, replace, at_once }).await
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
+    use baton_cluster::{Member, ViewReceiver};
+
+    use super::super::{Process, member};
     use super::*;
 
     fn supervisor() -> Supervisor {
@@ -183,9 +212,57 @@ mod tests {
     #[test]
     fn a_process_that_is_none_of_its_workers_is_not_drained() {
         let mut supervisor = supervisor();
-        let drain = What::Drain { pid: std::process::id(), replace: false, at_once: true };
+        let drain = What::Drain { worker: WorkerId(1), pid: std::process::id(), replace: false, at_once: true };
         let refused = ask(&mut supervisor, drain).try_recv().unwrap().unwrap_err();
         assert_eq!(refused.code(), tonic::Code::NotFound);
         assert_eq!(supervisor.goal().decode, 1);
+    }
+
+    /// A process of `supervisor`; its pid.
+    fn process(supervisor: &mut Supervisor, kind: Kind) -> u32 {
+        let child = tokio::process::Command::new("sleep").arg("60").kill_on_drop(true).spawn().unwrap();
+        let pid = child.id().unwrap();
+        supervisor.processes.push(Process {
+            kind,
+            child,
+            pid,
+            started: Instant::now(),
+            stopping: false,
+            leaving: None,
+        });
+        pid
+    }
+
+    /// A view in which decode workers of these ids serve.
+    fn serving(ids: &[u64]) -> ViewReceiver {
+        let any = member("127.0.0.1:1".parse().unwrap(), None);
+        let member = |id: &u64| Member { id: WorkerId(*id), role: Role::Decode, ..any.clone() };
+        let view = View { members: ids.iter().map(member).collect(), ..View::default() };
+        tokio::sync::watch::channel(Arc::new(view)).1
+    }
+
+    #[tokio::test]
+    async fn a_drained_process_stops_once_enough_others_serve() {
+        // Whether it is replaced, workers that are wanted before, who serves, and whether it is told to stop then.
+        for (replace, before, ids, stops) in [
+            (true, 1, vec![7], false),
+            (true, 1, vec![7, 8], true),
+            (true, 2, vec![7, 8], false),
+            (true, 2, vec![7, 8, 9], true),
+            (false, 2, vec![7], false),
+            (false, 2, vec![7, 8], true),
+            (false, 3, vec![7, 8], true),
+        ] {
+            let mut supervisor = supervisor();
+            supervisor.scale(Kind::Decode, before);
+            let pid = process(&mut supervisor, Kind::Decode);
+            let drain = What::Drain { worker: WorkerId(7), pid, replace, at_once: true };
+            ask(&mut supervisor, drain).try_recv().unwrap().unwrap();
+            supervisor.views = serving(&ids);
+            supervisor.retire();
+            assert_eq!(supervisor.processes[0].stopping, stops, "{replace} {before} {ids:?}");
+            // It does not count any more, so another is started if one is wanted.
+            assert_eq!(supervisor.count(Kind::Decode), 0);
+        }
     }
 }
