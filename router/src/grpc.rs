@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
-use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams};
+use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams, random_u64};
 use futures::Stream;
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
@@ -19,7 +19,6 @@ use crate::input::{GenerateInput, Standing};
 use crate::models::{Defaults, Served};
 use crate::openai::{Reader, Said};
 use crate::prompt::{Prompt, Wanted};
-use crate::random::random_u64;
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
 use crate::tenant::Tenant;

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use baton_policy::Left;
-use baton_types::{ErrorKind, RequestId};
+use baton_types::{ErrorKind, RequestId, random_u64};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -22,7 +22,6 @@ use crate::models::Served;
 use crate::openai::{
     self, Answer, Asked, Echo, Endpoint, Envelope, ErrorBody, Model, ModelList, Reader, Shape, UsageSum,
 };
-use crate::random::random_u64;
 use crate::sink::EventKind;
 use crate::sse;
 use crate::tenant::Tenant;

@@ -5,13 +5,12 @@
 use std::sync::Arc;
 
 use baton_policy::Capacity;
-use baton_types::{MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams};
+use baton_types::{MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams, random_u64};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::model::ServedModel;
 use crate::prompt::{Prompt, Wanted};
-use crate::random::random_u64;
 use crate::tenant::Tenant;
 use crate::tools::{Choice, Tools};
 

@@ -36,7 +36,6 @@ mod models;
 mod openai;
 mod patient;
 mod prompt;
-mod random;
 mod reasoning;
 mod record;
 mod revocable;

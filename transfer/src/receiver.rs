@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use baton_handoff::{Descriptor, FenceState, Host, ReceiverEvent, ReceiverStats, TransferError};
-use baton_types::{BlockId, Epoch};
+use baton_types::{BlockId, Epoch, random_u64};
 
 use crate::options::{ReceiverOptions, check_pool};
 use crate::unix::{PREFIX, this_folder, this_namespace};
@@ -57,7 +57,7 @@ impl Receiver {
         let tcp = tcp::listen(options.tcp)?;
         let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
         let advertised = advertised(&options, address)?;
-        let name = format!("{PREFIX}{:x}-{:016x}", options.worker.0, threads::random()?);
+        let name = format!("{PREFIX}{:x}-{:016x}", options.worker.0, random_u64());
         let folder = options.sockets.as_deref();
         let host = folder.map_or_else(|| Ok(this_namespace()), this_folder)?;
         let doors = Doors { tcp, unix: unix::listen(&name, folder)? };
@@ -81,7 +81,7 @@ impl Receiver {
             let problem = format!("{} groups, there are blocks for {}", first.len(), blocks.len());
             return Err(TransferError::argument("wanted.first", problem));
         }
-        let key = threads::random()?;
+        let key = random_u64();
         let expires = Instant::now().checked_add(lease);
         let expires = expires.ok_or_else(|| TransferError::argument("lease", format!("{lease:?} is too long")))?;
         self.hub.with(|ledger| ledger.reserve(epoch, key, blocks, expires))?;

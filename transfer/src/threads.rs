@@ -67,14 +67,3 @@ pub(crate) fn join(handle: JoinHandle<()>) {
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
-
-/// 64 random bits from the system.
-pub(crate) fn random() -> Result<u64, TransferError> {
-    let mut bytes = [0u8; 8];
-    let flags = rustix::rand::GetRandomFlags::empty();
-    match rustix::rand::getrandom(&mut bytes, flags) {
-        Ok(8) => Ok(u64::from_ne_bytes(bytes)),
-        Ok(short) => Err(TransferError::os("read random bytes", format!("{short} of 8"))),
-        Err(error) => Err(TransferError::os("read random bytes", error)),
-    }
-}

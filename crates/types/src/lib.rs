@@ -10,6 +10,7 @@ pub mod hex;
 mod ids;
 mod layout;
 mod nearest;
+mod random;
 mod sampling;
 mod seeded;
 mod stripes;
@@ -30,6 +31,7 @@ pub use layout::{
     KvDtype, KvGroup, KvLayout, LayoutMismatch, LiveBlocks, PROTOCOL_VERSION, PoolGeometry, heads_of_rank,
 };
 pub use nearest::{nearest, nearest_within};
+pub use random::random_u64;
 pub use sampling::{FinishReason, SamplingError, SamplingParams, TokenOut, Usage};
 pub use seeded::{Seeded, SeededRows, split_mix};
 pub use stripes::{RankPiece, Stripes};

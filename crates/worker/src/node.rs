@@ -1,6 +1,5 @@
 //! A worker process from start to end: load, listen, register, serve, drain.
 
-use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::tls::{TlsRole, alpn};
 use baton_runtime::{Outcome, Process, Tls};
-use baton_types::WorkerId;
+use baton_types::{WorkerId, random_u64};
 use metrics::gauge;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
@@ -67,11 +66,9 @@ pub struct Node {
     pub tls: Option<Tls>,
 }
 
-/// A random id, never 0. The randomness is that of the standard library's hash keys, which come from the system's random source.
+/// A random id, never 0.
 pub fn random_worker_id() -> WorkerId {
-    let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    WorkerId(hasher.finish().max(1))
+    WorkerId(random_u64().max(1))
 }
 
 impl Node {

@@ -11,9 +11,9 @@ mod plain;
 use std::sync::Arc;
 
 use baton_model_text::ToolSyntax;
+use baton_types::random_u64;
 use serde_json::Value;
 
-use crate::random::random_u64;
 pub(crate) use grammar::grammar;
 pub(crate) use parser::{Read, ToolParser, begun};
 pub(crate) use plain::plain;

@@ -12,9 +12,9 @@ use super::session::{Session, Welcomed};
 use crate::device::Pool;
 use crate::handshake::{self, Arrival, Guest, HandshakeEnd};
 use crate::link::{Link, Socket};
-use crate::threads;
 use crate::ucx::Worker;
 use baton_handoff::{Frame, FrameLimits, Inbound, JoinTicket, SessionId, TransferError, TransportKind};
+use baton_types::random_u64;
 
 /// Lets a connection in, and serves a session until either side ends it.
 pub(crate) fn run(hub: Arc<Hub>, id: SessionId, mail: Arc<Mail>, socket: Socket) {
@@ -78,8 +78,7 @@ fn welcome(hub: &Hub, id: SessionId, guest: &Guest, link: &mut Link) -> Result<W
     let reach = reach.map_err(|reason| handshake::turn_away(link, &reason))?;
     let made = (kind == TransportKind::Ucx).then(|| hub.ucx().and_then(|engine| Worker::new(&engine))).transpose();
     let ucx = made.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
-    let token = (kind == TransportKind::Tcp).then(threads::random).transpose();
-    let token = token.map_err(|error| handshake::turn_away(link, &error.to_string()))?;
+    let token = (kind == TransportKind::Tcp).then(random_u64);
     hub.introduce(id, guest.worker, token);
     let ticket = token.map(|token| JoinTicket { session: id, token });
     link.push(&Frame::Welcome { blocks: hub.options.geometry.blocks.clone(), ticket });

@@ -3,13 +3,12 @@
 //! Each line in is a [`Request`], answered by lines: a pool, which comes first, by a description of the machine; a reservation by its
 //! target; a plain stream by a line before its bytes and one after. Serves one driving end at a time, and keeps nothing for the next.
 
-use std::hash::{BuildHasher, RandomState};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, mpsc};
 
 use anyhow::{Context, Error, bail};
 use baton_transfer::{Cpus, Receiver, ReceiverEvent, ReceiverOptions, Segment, TransferLimits, UcxSettings, Wanted};
-use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, hex};
+use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, hex, random_u64};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, TALK, machine};
 use super::measure::order;
@@ -100,7 +99,7 @@ impl Pool {
         let bytes = geometry.bytes();
         let segment = Arc::new(Segment::create("bench-target", bytes)?);
         let (tell, told) = mpsc::channel();
-        let instance = RandomState::new().hash_one(std::process::id()) << 1;
+        let instance = random_u64() << 1;
         let receiver = |verify: bool| {
             let tell = tell.clone();
             let port = match options.listen.port() {

@@ -4,12 +4,11 @@
 //! offset too. A process cannot open a handle that it exported itself; it takes the address from the handle instead.
 
 use std::ffi::c_void;
-use std::hash::{BuildHasher, RandomState};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-use baton_types::{MemoryKind, Registrable};
+use baton_types::{MemoryKind, Registrable, random_u64};
 use cudarc::driver::result::{self, device};
 use cudarc::driver::sys;
 
@@ -37,8 +36,7 @@ const BYTES: usize = 8 + 4 + 8 + 8 + 64;
 /// A random number that tells this process from all others.
 fn this_process() -> u64 {
     static NUMBER: OnceLock<u64> = OnceLock::new();
-    // The standard library's hash keys come from the system's random source.
-    *NUMBER.get_or_init(|| RandomState::new().hash_one(std::process::id()))
+    *NUMBER.get_or_init(random_u64)
 }
 
 impl Handle {

@@ -1,9 +1,9 @@
 //! The response object.
 
+use baton_types::random_u64;
 use serde_json::{Map, Value, json};
 
 use crate::openai::answer::{Answer, Part, UsageSum};
-use crate::random::random_u64;
 use crate::tools::Call;
 
 /// What a response repeats of its request, with what OpenAI's API says where the request says nothing.
