@@ -42,7 +42,7 @@ impl ModelSource {
 }
 
 /// The path of a model; fetches it if needed. `spec` is `PATH`, a name of the [`catalogue`], or `org/name` of the public hub, where
-/// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
+/// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files, and `org/name@revision` a branch, tag or commit.
 pub fn resolve(spec: &str, cache: &Path, progress: &dyn Progress) -> Result<PathBuf, ModelFileError> {
     resolve_with(spec, cache, &HubOptions::default(), progress)
 }

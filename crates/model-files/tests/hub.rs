@@ -123,6 +123,77 @@ fn the_text_of_a_directory_is_fetched_without_its_weights() {
 }
 
 #[test]
+fn the_text_of_a_gguf_file_is_its_beginning() {
+    let case = Case::new();
+    let mut file = gguf::llama();
+    // A header of over 4 MiB, and weights of as much.
+    file.set("filler", gguf::Meta::Strs(vec!["a text of sixteen".to_owned(); 200_000]));
+    file.tensor("filler", &[1 << 20], gguf::F32);
+    let bytes = file.bytes();
+    case.hub.add("m.gguf", &bytes, Some(&sha256(&bytes)));
+    let source = text::Source::new(Some(case.cache.path().to_owned()), case.options.endpoint.clone(), None).unwrap();
+    let open = || source.open_text("org/name", &NoProgress).unwrap();
+    case.hub.faults("m.gguf", &[Fault::CutAfter(70_000), Fault::Status(503), Fault::IgnoreRange]);
+    let model = open();
+    assert_eq!((model.name(), model.context_length(), model.chat_template().is_some()), ("Tiny", 128, true));
+    let (first, second, third) = ("m.gguf 0-2097151", "m.gguf 2097152-4194303", "m.gguf 4194304-8388607");
+    assert_eq!(case.hub.take_log(), [first, first, first, second, third]);
+    assert!(std::fs::metadata(model.path()).unwrap().len() <= 8 << 20 && bytes.len() > 8 << 20);
+    assert_eq!(list(case.cache.path()).unwrap(), [], "a model without weights is none");
+    open();
+    assert_eq!(case.hub.take_log(), [""; 0], "what is there is not asked for again");
+    assert_eq!(case.content(), bytes);
+    case.hub.take_log();
+    assert_eq!(std::fs::read(open().path()).unwrap(), bytes, "the whole has the text");
+}
+
+#[test]
+fn the_text_of_a_file_that_is_no_model_is_an_error() {
+    let (case, _) = Case::with_file(100_000);
+    let source = text::Source::new(Some(case.cache.path().to_owned()), case.options.endpoint.clone(), None).unwrap();
+    let error = source.open_text("org/name", &NoProgress).unwrap_err().to_string();
+    assert!(error.contains("m.gguf") && error.contains("GGUF"), "{error}");
+    case.hub.add("m.gguf", &gguf::llama().bytes()[..1000], None);
+    let error = source.open_text("org/name", &NoProgress).unwrap_err().to_string();
+    assert!(error.contains("truncated") && error.contains("1000"), "{error}");
+}
+
+#[test]
+fn the_text_does_not_wait_for_another_process_that_fetches_the_weights() {
+    let case = Case::new();
+    let weights = safetensors::bytes(&safetensors::tensors("llama", "F32"));
+    case.hub.add("model.safetensors", &weights, Some(&sha256(&weights)));
+    case.hub.add("config.json", safetensors::base_config("llama").to_string().as_bytes(), None);
+    case.hub.add("tokenizer.json", safetensors::tokenizer_json().to_string().as_bytes(), None);
+    case.hub.faults("model.safetensors", &[Fault::Hang]);
+    let whole = HubOptions { silence: Duration::from_secs(3), attempts: 1, ..case.options.clone() };
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| resolve_with("org/name", case.cache.path(), &whole, &NoProgress));
+        while !case.hub.take_log().iter().any(|line| line.starts_with("model.safetensors")) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let cache = Some(case.cache.path().to_owned());
+        let source = text::Source::new(cache, case.options.endpoint.clone(), None).unwrap();
+        source.open_text("org/name", &NoProgress).unwrap();
+        assert!(!slow.is_finished());
+        assert!(slow.join().unwrap().unwrap_err().to_string().contains("silent"));
+    });
+}
+
+#[test]
+fn a_revision_is_a_branch_a_tag_or_a_commit() {
+    let (case, bytes) = Case::with_file(1000);
+    let read = |spec: &str| std::fs::read(case.resolve(spec).unwrap()).unwrap();
+    assert_eq!(read("org/name@v1.2"), bytes);
+    assert_eq!(read("org/name@v1.2:m.gguf"), bytes);
+    let specs: Vec<String> = list(case.cache.path()).unwrap().into_iter().map(|model| model.spec).collect();
+    assert_eq!(specs, ["org/name@v1.2", "org/name@v1.2:m.gguf"]);
+    let error = case.resolve("org/name@v9").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert!(error.to_string().contains("org/name@v9") && error.to_string().contains("revision"), "{error}");
+}
+
+#[test]
 fn a_cut_connection_goes_on_where_it_broke() {
     let (case, bytes) = Case::with_file(3_000_000);
     case.hub.faults("m.gguf", &[Fault::CutAfter(1_000_000), Fault::CutAfter(0), Fault::CutAfter(500_000)]);

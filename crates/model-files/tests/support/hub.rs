@@ -49,6 +49,8 @@ pub struct Hub {
 }
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Another name of the commit.
+pub const TAG: &str = "v1.2";
 pub const REPOSITORY: &str = "org/name";
 
 impl Hub {
@@ -89,7 +91,7 @@ impl Hub {
         self.state.lock().unwrap().token = Some(token.to_owned());
     }
 
-    /// Takes the content requests so far, as `file start`. Requests of only the first byte (for the size) are not included.
+    /// Takes the content requests so far, as `file start` or `file start-end`. Requests of only the first byte (for the size) are not included.
     pub fn take_log(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().log)
     }
@@ -121,7 +123,8 @@ impl Hub {
         if !allowed {
             return plain(&mut out, 401, "");
         }
-        if path == format!("/api/models/{REPOSITORY}/revision/main") {
+        let revision = path.strip_prefix(&format!("/api/models/{REPOSITORY}/revision/"));
+        if revision.is_some_and(|revision| ["main", TAG].contains(&revision)) {
             let names = state.files.keys().chain(&state.extra_names);
             let siblings: Vec<_> = names.map(|name| json!({"rfilename": name})).collect();
             return plain(&mut out, 200, &json!({"sha": COMMIT, "siblings": siblings}).to_string());
@@ -143,16 +146,20 @@ impl Hub {
         }
         let range = headers.get("range").and_then(|r| r.strip_prefix("bytes=")).and_then(|r| r.split_once('-'));
         let start: usize = range.and_then(|(start, _)| start.parse().ok()).unwrap_or(0);
-        if let Some((_, end)) = range.filter(|(_, end)| !end.is_empty()) {
-            let end = end.parse::<usize>().unwrap() + 1;
-            return content(&mut out, &names, &blob.bytes, start, &blob.bytes[start..end], 206);
+        let end = range.and_then(|(_, end)| end.parse::<usize>().ok());
+        if end == Some(0) {
+            return content(&mut out, &names, &blob.bytes, 0, &blob.bytes[..1], 206);
         }
-        state.log.push(format!("{name} {start}"));
+        state.log.push(match end {
+            Some(end) => format!("{name} {start}-{end}"),
+            None => format!("{name} {start}"),
+        });
         let fault = state.faults.get_mut(name).filter(|faults| !faults.is_empty()).map(|faults| faults.remove(0));
         if start >= blob.bytes.len() {
             return plain(&mut out, 416, "");
         }
-        let rest = &blob.bytes[start..];
+        let end = end.map_or(blob.bytes.len(), |end| blob.bytes.len().min(end + 1));
+        let rest = &blob.bytes[start..end];
         match fault {
             None => content(&mut out, &names, &blob.bytes, start, rest, 206),
             Some(Fault::Status(status)) => plain(&mut out, status, ""),
@@ -160,7 +167,7 @@ impl Hub {
             Some(Fault::Damage) => {
                 let mut damaged = blob.bytes.clone();
                 damaged[start] ^= 1;
-                content(&mut out, &names, &damaged, start, &damaged[start..], 206)
+                content(&mut out, &names, &damaged, start, &damaged[start..end], 206)
             }
             Some(Fault::CutAfter(bytes)) => {
                 head(&mut out, &names, blob.bytes.len(), start, rest.len(), 206)?;

@@ -12,12 +12,12 @@ use std::time::Duration;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 
-use super::Parts;
 use super::pick::{Choice, INDEX, choose};
 use super::progress::Progress;
 use super::registry::sha256_of;
 use super::spec::{RepositorySpec, is_file_name};
-use super::store::{self, Extent};
+use super::store;
+use super::{Parts, ShardNames};
 use crate::ModelFileError;
 
 /// Where the hub is, who asks, and how patient to be.
@@ -51,8 +51,8 @@ impl fmt::Debug for HubOptions {
     }
 }
 
-/// Fetches a model and returns its path: a GGUF file, or a directory, with safetensors weights if they are wanted. Files that were
-/// fetched before are not requested again.
+/// Fetches a model and returns its path: a GGUF file, or a directory; of either only the text part unless the whole is wanted. Files
+/// that were fetched before are not requested again.
 pub(super) fn fetch(
     spec: &RepositorySpec,
     cache: &Path,
@@ -65,30 +65,51 @@ pub(super) fn fetch(
     if let Some(path) = store::find_ready(cache, &name, wanted) {
         return Ok(path);
     }
-    let _lock = store::lock(cache, &spec.id)?;
-    if let Some(path) = store::find_ready(cache, &name, wanted) {
-        return Ok(path);
-    }
-    let fetch = Fetch::start(spec, cache, options, progress)?;
-    let files = fetch.files()?;
-    let (path, fetched) = match choose(&files, spec.wanted.as_deref()) {
-        // One file has everything.
-        Ok(Choice::Gguf(file)) => (fetch.file(&file)?, Extent::Whole),
-        Ok(Choice::Directory { text, weights }) => (fetch.directory(&text, weights, parts)?, wanted),
-        Err(hint) => return Err(ModelFileError::UnknownModel { spec: name, hint }),
+    // The lock is held until the model is marked as fetched.
+    let (path, _lock) = match parts {
+        Parts::Text => {
+            let fetch = Fetch::start(spec, cache, options, progress)?;
+            match fetch.choose()? {
+                Choice::Gguf(file) => {
+                    let lock = store::lock(cache, &format!("{name}#header"))?;
+                    (fetch.header(cache, &file)?, Some(lock))
+                }
+                Choice::Directory { text, .. } => {
+                    // Another process may be fetching the weights for an hour. The text comes first.
+                    let lock = store::lock_unless(cache, &spec.id, || text.iter().all(|file| fetch.has(file)))?;
+                    (fetch.text(&text)?, lock)
+                }
+            }
+        }
+        Parts::Whole(shard_names) => {
+            let lock = store::lock(cache, &spec.id)?;
+            if let Some(path) = store::find_ready(cache, &name, wanted) {
+                return Ok(path);
+            }
+            let fetch = Fetch::start(spec, cache, options, progress)?;
+            let path = match fetch.choose()? {
+                Choice::Gguf(file) => fetch.file(&file)?,
+                Choice::Directory { text, weights } => {
+                    let path = fetch.text(&text)?;
+                    fetch.weights(weights, shard_names)?;
+                    path
+                }
+            };
+            (path, Some(lock))
+        }
     };
-    store::mark_ready(cache, &name, fetched, &path)?;
+    store::mark_ready(cache, &name, wanted, &path)?;
     Ok(path)
 }
 
-struct Fetch<'a> {
-    spec: &'a RepositorySpec,
-    options: &'a HubOptions,
-    progress: &'a dyn Progress,
-    api: Api,
+pub(super) struct Fetch<'a> {
+    pub spec: &'a RepositorySpec,
+    pub options: &'a HubOptions,
+    pub progress: &'a dyn Progress,
+    pub api: Api,
     cache: Cache,
     /// The commit that all files are taken from.
-    commit: String,
+    pub commit: String,
     siblings: Vec<String>,
 }
 
@@ -108,7 +129,8 @@ impl<'a> Fetch<'a> {
         }
         let api = builder.build().map_err(|e| ModelFileError::fetch(&spec.id, e))?;
         let mut fetch = Fetch { spec, options, progress, api, cache, commit: String::new(), siblings: Vec::new() };
-        let repository = fetch.api.model(spec.id.clone());
+        let revision = spec.revision.clone().unwrap_or_else(|| "main".to_owned());
+        let repository = fetch.api.repo(Repo::with_revision(spec.id.clone(), RepoType::Model, revision));
         let info = fetch.supervise(&spec.id, move |_| repository.info())?.map_err(|e| fetch.error(&spec.id, &e))?;
         if info.sha.is_empty() || !info.sha.chars().all(|c| c.is_ascii_alphanumeric()) {
             return Err(ModelFileError::fetch(&spec.id, format!("the hub names no commit but {:?}", info.sha)));
@@ -118,29 +140,38 @@ impl<'a> Fetch<'a> {
         Ok(fetch)
     }
 
-    fn files(&self) -> Result<Vec<String>, ModelFileError> {
-        match self.siblings.iter().find(|name| !is_file_name(name)) {
-            Some(bad) => Err(ModelFileError::fetch(&self.spec.id, format!("the hub names a file {bad:?}"))),
-            None => Ok(self.siblings.clone()),
+    /// The files that make up the model.
+    fn choose(&self) -> Result<Choice, ModelFileError> {
+        if let Some(bad) = self.siblings.iter().find(|name| !is_file_name(name)) {
+            return Err(ModelFileError::fetch(&self.spec.id, format!("the hub names a file {bad:?}")));
         }
+        let choice = choose(&self.siblings, self.spec.wanted.as_deref());
+        choice.map_err(|hint| ModelFileError::UnknownModel { spec: self.spec.text(), hint })
     }
 
-    fn repo(&self) -> Repo {
+    pub fn repo(&self) -> Repo {
         Repo::with_revision(self.spec.id.clone(), RepoType::Model, self.commit.clone())
     }
 
-    fn directory(&self, text: &[String], weights: &str, parts: Parts) -> Result<PathBuf, ModelFileError> {
-        for file in text {
+    /// Fetches the files of a directory that are no weights; the directory.
+    fn text(&self, files: &[String]) -> Result<PathBuf, ModelFileError> {
+        for file in files {
             self.file(file)?;
         }
-        if let Parts::Whole(shard_names) = parts {
-            let first = self.file(weights)?;
-            let shards = if weights == INDEX { shard_names(&first)? } else { BTreeSet::new() };
-            for shard in shards {
-                self.file(&shard)?;
-            }
-        }
         Ok(self.cache.repo(self.repo()).pointer_path(&self.commit))
+    }
+
+    fn weights(&self, weights: &str, shard_names: ShardNames) -> Result<(), ModelFileError> {
+        let first = self.file(weights)?;
+        let shards = if weights == INDEX { shard_names(&first)? } else { BTreeSet::new() };
+        for shard in shards {
+            self.file(&shard)?;
+        }
+        Ok(())
+    }
+
+    fn has(&self, file: &str) -> bool {
+        self.cache.repo(self.repo()).get(file).is_some()
     }
 
     /// Fetches one file, resuming after cuts, and checks it.
@@ -148,10 +179,14 @@ impl<'a> Fetch<'a> {
         if let Some(path) = self.cache.repo(self.repo()).get(file) {
             return Ok(path);
         }
+        self.retrying(file, || self.download(file))
+    }
+
+    /// Tries what is worth another try, up to the configured number of attempts.
+    pub fn retrying<T>(&self, file: &str, mut once: impl FnMut() -> Result<T, Failure>) -> Result<T, ModelFileError> {
         let mut attempt = 1;
         loop {
-            let result = self.download(file);
-            match result {
+            match once() {
                 Err(Failure { retry: true, error }) if attempt < self.options.attempts => {
                     tracing::info!("{file}: {error}; going on (attempt {attempt} of {})", self.options.attempts);
                     attempt += 1;
@@ -181,7 +216,7 @@ impl<'a> Fetch<'a> {
                 if leftover_is_useless(&e) {
                     self.discard_partial();
                 }
-                Err(Failure { retry: worth_retrying(&e), error: self.error(&what, &e) })
+                Err(self.failure(&what, &e))
             }
         }
     }
@@ -218,7 +253,7 @@ impl<'a> Fetch<'a> {
     }
 
     /// Runs a request on a thread of its own, because hf-hub sets no timeouts. After too long a silence the thread is abandoned.
-    fn supervise<T: Send + 'static>(
+    pub fn supervise<T: Send + 'static>(
         &self,
         what: &str,
         request: impl FnOnce(SyncSender<Event>) -> T + Send + 'static,
@@ -238,13 +273,21 @@ impl<'a> Fetch<'a> {
         thread.join().map_err(|_| ModelFileError::fetch(what, "the hub's answer could not be understood"))
     }
 
+    pub fn failure(&self, what: &str, error: &ApiError) -> Failure {
+        Failure { retry: worth_retrying(error), error: self.error(what, error) }
+    }
+
     fn error(&self, what: &str, error: &ApiError) -> ModelFileError {
-        match status(error) {
-            Some(404) if what == self.spec.id => ModelFileError::UnknownModel {
+        match (status(error), &self.spec.revision) {
+            (Some(404), Some(_)) if what == self.spec.id => ModelFileError::UnknownModel {
+                spec: self.spec.text(),
+                hint: "the hub has no such repository, or it has no such revision".to_owned(),
+            },
+            (Some(404), None) if what == self.spec.id => ModelFileError::UnknownModel {
                 spec: what.to_owned(),
                 hint: "the hub has no such repository".to_owned(),
             },
-            Some(401 | 403) => ModelFileError::fetch(
+            (Some(401 | 403), _) => ModelFileError::fetch(
                 what,
                 "the hub refuses access; the repository may need an access token (--hub-token-file), or not exist",
             ),
@@ -254,13 +297,13 @@ impl<'a> Fetch<'a> {
 }
 
 /// A failed attempt.
-struct Failure {
+pub(super) struct Failure {
     retry: bool,
     error: ModelFileError,
 }
 
 impl Failure {
-    fn last(error: ModelFileError) -> Failure {
+    pub fn last(error: ModelFileError) -> Failure {
         Failure { retry: false, error }
     }
 }
@@ -289,9 +332,9 @@ fn worth_retrying(error: &ApiError) -> bool {
 }
 
 /// Progress of a download, in bytes.
-struct Event {
-    done: u64,
-    size: Option<u64>,
+pub(super) struct Event {
+    pub done: u64,
+    pub size: Option<u64>,
 }
 
 /// Passes hf-hub's progress on. Events that nobody waits for any more are dropped.

@@ -4,6 +4,7 @@
 //! may ask for the same one at once, and one of them fetches it.
 
 mod catalogue;
+mod header;
 mod hub;
 mod pick;
 mod progress;
@@ -29,7 +30,7 @@ pub type ShardNames = fn(&Path) -> Result<BTreeSet<String>, ModelFileError>;
 /// How much of a model to fetch.
 #[derive(Clone, Copy, Debug)]
 pub enum Parts {
-    /// Tokenizer, chat template and configuration. A GGUF file also holds the weights, so it is fetched whole.
+    /// Tokenizer, chat template and configuration. Of a GGUF file that is the beginning.
     Text,
     /// The weights too, with a function that reads their index.
     Whole(ShardNames),
@@ -109,7 +110,7 @@ impl Source {
 }
 
 /// The path of a model; fetches `parts` of it if needed. `spec` is `PATH`, a name of the [`catalogue`], or `org/name` of a hub, where
-/// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files.
+/// `org/name:file.gguf` or `org/name:Q4_K_M` picks one of several files, and `org/name@revision` a branch, tag or commit.
 pub fn locate(
     spec: &str,
     cache: &Path,

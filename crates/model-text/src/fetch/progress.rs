@@ -1,5 +1,6 @@
 //! Reports how far a download is, to whoever wants to show it.
 
+use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use indicatif::{ProgressBar as Bar, ProgressDrawTarget, ProgressStyle};
@@ -21,11 +22,22 @@ impl Progress for NoProgress {
     fn finish(&self, _what: &str) {}
 }
 
-/// A bar on standard error, one line a file; nothing where standard error is no terminal.
+/// A bar on standard error, one line a file. Where standard error is no terminal, a line for each tenth.
 #[derive(Debug, Default)]
 pub struct ProgressBar {
-    current: Mutex<Option<(String, Bar)>>,
+    current: Mutex<Option<(String, Shown)>>,
 }
+
+/// How the current file is shown.
+#[derive(Debug)]
+enum Shown {
+    Bar(Bar),
+    /// In lines; the last one was about so many tenths.
+    Lines(Option<u64>),
+}
+
+/// Bytes of a GB.
+const GB: f64 = 1e9;
 
 impl ProgressBar {
     /// A bar that appears with the first byte.
@@ -50,18 +62,32 @@ impl ProgressBar {
 impl Progress for ProgressBar {
     fn update(&self, what: &str, done: u64, total: Option<u64>) {
         let Ok(mut current) = self.current.lock() else { return };
-        if current.as_ref().is_none_or(|(name, bar)| name != what || bar.length() != total) {
-            *current = Some((what.to_owned(), Self::bar(what, total)));
+        let goes_on = current
+            .as_ref()
+            .is_some_and(|(name, shown)| name == what && !matches!(shown, Shown::Bar(bar) if bar.length() != total));
+        if !goes_on {
+            let bar = std::io::stderr().is_terminal().then(|| Self::bar(what, total));
+            *current = Some((what.to_owned(), bar.map_or(Shown::Lines(None), Shown::Bar)));
         }
-        if let Some((_, bar)) = current.as_ref() {
-            bar.set_position(done);
+        match current.as_mut() {
+            Some((_, Shown::Bar(bar))) => bar.set_position(done),
+            Some((_, Shown::Lines(last))) => {
+                let tenths = total.filter(|total| *total > 0).map_or(0, |total| done * 10 / total);
+                if last.replace(tenths) != Some(tenths) {
+                    let of = total.map(|total| format!(" of {:.2}", total as f64 / GB)).unwrap_or_default();
+                    eprintln!("fetching {what}: {:.2}{of} GB", done as f64 / GB);
+                }
+            }
+            None => {}
         }
     }
 
     fn finish(&self, what: &str) {
         let Ok(mut current) = self.current.lock() else { return };
-        if let Some((_, bar)) = current.take_if(|(name, _)| name == what) {
-            bar.finish();
+        match current.take_if(|(name, _)| name == what) {
+            Some((_, Shown::Bar(bar))) => bar.finish(),
+            Some((_, Shown::Lines(_))) => eprintln!("fetched {what}"),
+            None => {}
         }
     }
 }

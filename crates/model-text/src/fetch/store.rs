@@ -2,6 +2,7 @@
 //!
 //! - `catalogue/NAME/FILE`: the models with short names.
 //! - `hub/`: the hub client's own tree.
+//! - `hub-headers/`: beginnings of the hub's GGUF files, without their weights.
 //! - `hub-ready/`: markers of the hub's models that are complete.
 //! - `hub-text-ready/`: markers of those that are complete except for their weights.
 //! - `staging/` and `locks/`: files of fetches in progress.
@@ -9,7 +10,9 @@
 use std::fs::{File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use baton_types::random_u64;
 use serde::{Deserialize, Serialize};
 
 use super::{Recipe, catalogue};
@@ -49,7 +52,10 @@ pub fn list(cache: &Path) -> Result<Vec<CachedModel>, ModelFileError> {
     if ready.exists() {
         for entry in std::fs::read_dir(&ready).map_err(ModelFileError::io(&ready))? {
             let entry = entry.map_err(ModelFileError::io(&ready))?;
-            models.extend(read_ready(cache, &entry.path()).and_then(|model| model.sized()));
+            let path = entry.path();
+            // Not one that is being written.
+            let marker = path.extension().is_some_and(|extension| extension == "json");
+            models.extend(marker.then(|| read_ready(cache, &path)).flatten().and_then(|model| model.sized()));
         }
     }
     models.sort_by(|a, b| a.spec.cmp(&b.spec));
@@ -70,6 +76,11 @@ pub(super) fn recipe_path(cache: &Path, recipe: &Recipe) -> PathBuf {
 
 pub(super) fn hub_dir(cache: &Path) -> PathBuf {
     cache.join("hub")
+}
+
+/// Where the header of a GGUF file of a repository is kept.
+pub(super) fn header_path(cache: &Path, repository: &str, commit: &str, file: &str) -> PathBuf {
+    cache.join("hub-headers").join(file_safe(repository)).join(commit).join(file)
 }
 
 pub(super) fn staging_dir(cache: &Path, name: &str) -> PathBuf {
@@ -127,7 +138,8 @@ pub(super) fn mark_ready(cache: &Path, spec: &str, extent: Extent, path: &Path) 
     let relative = path.strip_prefix(cache).unwrap_or(path).to_owned();
     let ready = Ready { spec: spec.to_owned(), path: relative };
     let json = serde_json::to_vec(&ready).map_err(|e| ModelFileError::malformed(&marker, "JSON", e))?;
-    let temporary = marker.with_extension("tmp");
+    // Two processes may mark the same.
+    let temporary = marker.with_extension(format!("tmp-{:x}", random_u64()));
     create_dir(parent(&marker))?;
     let mut file = File::create(&temporary).map_err(ModelFileError::io(&temporary))?;
     file.write_all(&json).map_err(ModelFileError::io(&temporary))?;
@@ -164,24 +176,53 @@ pub(super) struct FetchLock {
 
 /// Waits until no other process fetches `name`.
 pub(super) fn lock(cache: &Path, name: &str) -> Result<FetchLock, ModelFileError> {
+    if let Some(lock) = try_lock(cache, name)? {
+        return Ok(lock);
+    }
+    tracing::info!("another process is fetching {name}; waiting for it");
+    let (file, path) = lock_file(cache, name)?;
+    file.lock().map_err(ModelFileError::io(&path))?;
+    Ok(FetchLock { _file: file })
+}
+
+/// None: another process fetches `name`.
+fn try_lock(cache: &Path, name: &str) -> Result<Option<FetchLock>, ModelFileError> {
+    let (file, path) = lock_file(cache, name)?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(FetchLock { _file: file })),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(e)) => Err(ModelFileError::io(&path)(e)),
+    }
+}
+
+fn lock_file(cache: &Path, name: &str) -> Result<(File, PathBuf), ModelFileError> {
     let dir = cache.join("locks");
     create_dir(&dir)?;
     let path = dir.join(file_safe(name));
     let file = File::create(&path).map_err(ModelFileError::io(&path))?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
-            tracing::info!("another process is fetching {name}; waiting for it");
-            file.lock().map_err(ModelFileError::io(&path))?;
+    Ok((file, path))
+}
+
+/// Waits until no other process fetches `name`, or what is needed of it is there: then there is no lock.
+pub(super) fn lock_unless(
+    cache: &Path,
+    name: &str,
+    there: impl Fn() -> bool,
+) -> Result<Option<FetchLock>, ModelFileError> {
+    loop {
+        if there() {
+            return Ok(None);
         }
-        Err(TryLockError::Error(e)) => return Err(ModelFileError::io(&path)(e)),
+        if let Some(lock) = try_lock(cache, name)? {
+            return Ok(Some(lock));
+        }
+        std::thread::sleep(Duration::from_millis(200));
     }
-    Ok(FetchLock { _file: file })
 }
 
 /// A spec as one file name.
 fn file_safe(name: &str) -> String {
-    name.replace(':', "@").replace('/', "--")
+    name.replace('@', "+").replace(':', "@").replace('/', "--")
 }
 
 /// Bytes of all files below a directory, following links. Files that vanish meanwhile count as 0.
