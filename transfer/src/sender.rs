@@ -44,6 +44,8 @@ struct Peer {
     thread: Arc<Thread>,
     /// Queue of the previous session. This session's thread waits for that session to end.
     before: Option<Arc<Queue>>,
+    /// How many handoffs of all peers had begun when the last of this one did.
+    used: u64,
 }
 
 impl Peer {
@@ -62,7 +64,24 @@ impl Peer {
 /// The prefill end. Dropping it aborts every handoff and closes all connections.
 pub struct Sender {
     config: Arc<SenderConfig>,
-    peers: Mutex<HashMap<WorkerId, Peer>>,
+    peers: Mutex<Peers>,
+}
+
+/// The decode workers with which there is a session.
+#[derive(Default)]
+struct Peers {
+    all: HashMap<WorkerId, Peer>,
+    /// Handoffs begun.
+    begun: u64,
+}
+
+impl Peers {
+    /// Closes the session that was used least recently among those that are idle.
+    fn make_room(&self, newcomer: WorkerId) {
+        let mut others: Vec<_> = self.all.iter().filter(|(worker, _)| **worker != newcomer).collect();
+        others.sort_unstable_by_key(|(_, peer)| peer.used);
+        others.into_iter().find(|(worker, peer)| peer.queue.close_if_idle(**worker));
+    }
 }
 
 impl Sender {
@@ -133,11 +152,14 @@ impl Sender {
     /// counts as a connection until it is done.
     fn queue_to(&self, target: &Descriptor) -> Result<Arc<Queue>, TransferError> {
         let mut peers = lock(&self.peers);
-        peers.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.has_ended());
+        let Peers { all, begun } = &mut *peers;
+        *begun += 1;
+        all.retain(|_, peer| !peer.queue.is_closed() || !peer.thread.has_ended());
         let layout = target.layout.fingerprint();
         let changes =
             lock(&self.config.paths).get_mut(target.worker).is_some_and(|paths| paths.would_change(Instant::now()));
-        if let Some(peer) = peers.get(&target.worker).filter(|peer| peer.goes_on(changes)) {
+        if let Some(peer) = all.get_mut(&target.worker).filter(|peer| peer.goes_on(changes)) {
+            peer.used = *begun;
             if peer.layout != layout {
                 let (field, problem) = ("layout", format!("{} has a session with another one", target.worker));
                 return Err(TransferError::Descriptor { field, problem });
@@ -145,14 +167,13 @@ impl Sender {
             return Ok(peer.queue.clone());
         }
         let limits = &self.config.options.limits;
-        let others = peers.keys().filter(|worker| **worker != target.worker).count();
+        let others = all.keys().filter(|worker| **worker != target.worker).count();
         if others >= limits.connections {
             let (limit, asked) = (limits.connections as u64, others as u64 + 1);
             return Err(TransferError::Limit { what: "connections to decode workers", limit, asked });
         }
         // It stays in the table until the new session's thread runs: whoever comes next must wait for it (I3).
-        let (before, waits_for) =
-            peers.get(&target.worker).map(|peer| (peer.queue.clone(), peer.thread.clone())).unzip();
+        let (before, waits_for) = all.get(&target.worker).map(|peer| (peer.queue.clone(), peer.thread.clone())).unzip();
         let worker = target.worker;
         let queue = Arc::new(Queue::new(limits.clone())?);
         let plan = Plan { config: self.config.clone(), target: target.clone() };
@@ -161,7 +182,11 @@ impl Sender {
             session::run(plan, waits_for, inner)
         })?;
         let thread = Arc::new(Thread::new(thread));
-        peers.insert(worker, Peer { layout, queue: queue.clone(), thread, before });
+        all.insert(worker, Peer { layout, queue: queue.clone(), thread, before, used: *begun });
+        // The next worker finds a place, unless all are in use.
+        if all.len() >= limits.connections {
+            peers.make_room(worker);
+        }
         Ok(queue)
     }
 }
@@ -178,7 +203,7 @@ fn open_ucx(options: &SenderOptions) -> Result<Result<Arc<UcxEngine>, String>, T
 
 impl Drop for Sender {
     fn drop(&mut self) {
-        let peers = std::mem::take(&mut *lock(&self.peers));
+        let peers = std::mem::take(&mut lock(&self.peers).all);
         peers.values().for_each(Peer::stop);
         peers.into_values().for_each(|peer| peer.thread.join());
     }

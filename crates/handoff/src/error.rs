@@ -170,6 +170,12 @@ pub enum TransferError {
     /// This end is shutting down.
     #[error("the transfer engine is shut down")]
     Closed,
+    /// The session had no handoffs for a while, so this end closed it. The next handoff begins a new one.
+    #[error("the session with {peer} was idle")]
+    Idle {
+        /// The other worker.
+        peer: WorkerId,
+    },
     /// UCX is missing, or refused something this worker needs.
     #[error("UCX cannot {what}: {cause}")]
     Ucx {
@@ -228,7 +234,7 @@ impl TransferError {
             PeerLost { .. } => "peer_lost",
             Connect { .. } => "connect",
             Limit { .. } => "limit",
-            Closed => "closed",
+            Closed | Idle { .. } => "closed",
             Argument { .. } | Lent { .. } | Ucx { .. } | Device { .. } | Os { .. } => "internal",
         }
     }
@@ -275,7 +281,8 @@ impl BatonError for TransferError {
             | Fenced { .. }
             | Stalled { .. }
             | Connect { .. }
-            | Closed => ErrorKind::Unavailable,
+            | Closed
+            | Idle { .. } => ErrorKind::Unavailable,
             Argument { .. } | Lent { .. } | Ucx { .. } | Device { .. } | Os { .. } => ErrorKind::Internal,
         }
     }

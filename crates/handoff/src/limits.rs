@@ -7,8 +7,11 @@ use crate::wire::{FrameLimits, MAX_STREAMS, Over};
 /// Bounds that hold on either end (I5).
 #[derive(Clone, Debug)]
 pub struct TransferLimits {
-    /// Open sessions with peers. On the decode side also the further TCP connections of all sessions together.
+    /// Open sessions with peers. On the decode side also the further TCP connections of all sessions together. When the prefill side takes
+    /// the last one, it closes the session that was used least recently, if that is idle.
     pub connections: usize,
+    /// A session without handoffs is closed after this time.
+    pub idle: Duration,
     /// Handoffs alive at once: reservations on the decode side, open handoffs per peer on the prefill side.
     pub handoffs: usize,
     /// Blocks of one handoff, over all groups.
@@ -32,6 +35,7 @@ impl Default for TransferLimits {
     fn default() -> Self {
         TransferLimits {
             connections: 256,
+            idle: Duration::from_secs(600),
             handoffs: 4096,
             blocks_per_handoff: 65_536,
             tail_bytes: 64 << 10,

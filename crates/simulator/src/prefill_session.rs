@@ -168,11 +168,12 @@ impl World {
 
     /// An open session's turn.
     fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
-        if session.line.is_over() {
-            return Err(Stop::Ended(TransferError::Closed));
+        if let Some(error) = session.line.is_over() {
+            return Err(Stop::Ended(error));
         }
         let now = self.clock_now(Process::Prefill(place));
         let due = self.look(place, session);
+        let rest = session.line.rest(session.peer, now);
         while self.copy_some(place, session)? {
             if self.random.chance(300) {
                 self.wake_prefill(place, session.serial);
@@ -187,7 +188,7 @@ impl World {
             // The batch that held back the next one has just left.
             self.wake_prefill(place, session.serial);
         }
-        if let Some(at) = [due, beat].into_iter().flatten().min() {
+        if let Some(at) = [due, beat, rest].into_iter().flatten().min() {
             self.set_prefill_timer(place, session, self.micros(Process::Prefill(place), at));
         }
         self.read(place, session)

@@ -133,6 +133,10 @@ impl World {
             (None, true) => Faults::calm(&mut random).with_clocks(seed, &options.without),
             (None, false) => Faults::random(&mut random, &options.without).with_clocks(seed, &options.without),
         };
+        let idle = match options.calm || options.faults.is_some() {
+            true => TransferLimits::default().idle,
+            false => Duration::from_millis(20 + mix(seed ^ 29) % 2000),
+        };
         let limits = TransferLimits {
             handshake: Duration::from_millis(200),
             handoffs: 64,
@@ -140,6 +144,7 @@ impl World {
             room: Duration::from_millis(100),
             heartbeat: Duration::from_millis(20),
             silence: Duration::from_millis(100),
+            idle,
             ..TransferLimits::default()
         };
         let block_size = random.within(1, 4) as u32;

@@ -86,6 +86,10 @@ baton_runtime::config! {
         transfer_silence: Duration = TransferLimits::default().silence,
         /// Longest time a prefill worker's step waits for a decode worker that accepts no more KV.
         transfer_room: Duration = TransferLimits::default().room,
+        /// Most workers with which this one hands KV over at once. A prefill worker closes idle sessions to keep a place free.
+        transfer_sessions: usize = TransferLimits::default().connections,
+        /// A session with another worker is closed when it has handed nothing over for this long; the next handoff begins another.
+        transfer_idle: Duration = TransferLimits::default().idle,
         /// Longest time to connect to a decode worker, over all transports tried; also the longest time for each handoff to be admitted.
         transfer_handshake: Duration = TransferLimits::default().handshake,
         /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All decode workers of a cluster need the same. A prefill worker
@@ -171,6 +175,8 @@ impl WorkerConfig {
             heartbeat: self.transfer_heartbeat,
             silence: self.transfer_silence,
             room: self.transfer_room,
+            connections: self.transfer_sessions,
+            idle: self.transfer_idle,
             handshake: self.transfer_handshake,
             ..TransferLimits::default()
         }

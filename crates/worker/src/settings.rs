@@ -34,6 +34,7 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
         ("transfer_silence", config.transfer_silence, config.transfer_heartbeat.saturating_mul(3)),
         ("transfer_room", config.transfer_room, LEAST_HEARTBEAT),
         ("transfer_handshake", config.transfer_handshake, LEAST_HEARTBEAT),
+        ("transfer_idle", config.transfer_idle, LEAST_HEARTBEAT),
     ];
     for (field, value, least) in bounds {
         let must = match field {
@@ -42,6 +43,7 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
         };
         check(value >= least, field, format_duration(value), must)?;
     }
+    check(config.transfer_sessions >= 1, "transfer_sessions", config.transfer_sessions, "at least 1")?;
     Ok(())
 }
 

@@ -12,6 +12,7 @@ for_each_transport![
     a_session_the_receiver_ends_gives_back,
     a_frame_that_changed_on_its_way_ends_the_session,
     a_dropped_sender_reports_and_gives_back,
+    an_idle_session_is_closed_and_the_next_handoff_begins_another,
 ];
 
 fn write_all(prefill: &Prefill, target: &[u8]) -> crate::Handoff {
@@ -182,4 +183,63 @@ fn a_dropped_sender_reports_and_gives_back(choice: TransportChoice) {
     let (quiet, is_quiet) = mpsc::channel();
     waiting.abort(Box::new(move || quiet.send(()).unwrap()));
     is_quiet.recv_timeout(PATIENCE).unwrap();
+}
+
+/// Waits until a decode worker has so many sessions.
+fn until_sessions(decode: &Decode, wanted: usize) {
+    let late = Instant::now() + PATIENCE;
+    while decode.receiver.stats().sessions != wanted {
+        assert!(Instant::now() < late, "{} sessions, {wanted} expected", decode.receiver.stats().sessions);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn an_idle_session_is_closed_and_the_next_handoff_begins_another(choice: TransportChoice) {
+    let decode = Decode::new(large(), 1);
+    let limits = TransferLimits { idle: Duration::from_millis(300), ..patient() };
+    let prefill = Prefill::limited(large(), 2, choice, Arc::new(|inner| inner), limits);
+    for epoch in 1..4 {
+        prefill.send(&decode.reserve(epoch, &first(32)), 0).wait().unwrap();
+        decode.expect_verified(epoch);
+        assert_eq!(decode.receiver.stats().sessions, 1, "it is kept for a while");
+        until_sessions(&decode, 0);
+    }
+    // The peer knows that nobody writes to it any more.
+    decode.reserve(4, &first(32));
+    assert_eq!(decode.receiver.fence(Epoch(4)), FenceState::Clear);
+}
+
+#[cfg(test)]
+#[test]
+fn the_last_place_for_a_session_costs_the_one_used_least_recently() {
+    let limits = TransferLimits { connections: 3, ..patient() };
+    let prefill = Prefill::limited(large(), 9, TransportChoice::Tcp, Arc::new(|inner| inner), limits);
+    let decodes: Vec<Decode> = (1..6).map(|worker| Decode::new(large(), worker)).collect();
+    let mut epoch = 0;
+    let mut send = |decode: &Decode| {
+        epoch += 1;
+        prefill.send(&decode.reserve(epoch, &first(8)), 0).wait().unwrap();
+        decode.expect_verified(epoch);
+    };
+    let sessions = || decodes.iter().map(|decode| decode.receiver.stats().sessions).collect::<Vec<_>>();
+    send(&decodes[0]);
+    send(&decodes[1]);
+    send(&decodes[0]);
+    send(&decodes[2]);
+    until_sessions(&decodes[1], 0);
+    assert_eq!(sessions(), [1, 0, 1, 0, 0]);
+    for (next, leaves) in [(3, 0), (4, 2), (1, 3), (0, 4)] {
+        send(&decodes[next]);
+        until_sessions(&decodes[leaves], 0);
+        assert_eq!(sessions().iter().sum::<usize>(), 2);
+    }
+    // Sessions in use are not closed, and beyond the limit a handoff fails.
+    let open = |decode: &Decode, epoch: u64| prefill.sender.open(&decode.reserve(epoch, &first(8)), far());
+    let held: Vec<_> = [(0, 100), (1, 101), (2, 102)].map(|(at, epoch)| open(&decodes[at], epoch)).into();
+    assert!(
+        held.iter().all(Result::is_ok),
+        "{:?}",
+        held.iter().filter_map(|held| held.as_ref().err()).collect::<Vec<_>>()
+    );
+    assert!(matches!(open(&decodes[3], 103), Err(TransferError::Limit { limit: 3, .. })));
 }

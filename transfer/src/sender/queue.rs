@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use baton_handoff::{Core, Done, Line, Op, Quiet, TransferError, TransferLimits};
-use baton_types::Epoch;
+use baton_types::{Epoch, WorkerId};
 
 use crate::threads::lock;
 use crate::wake::Wake;
@@ -86,8 +86,17 @@ impl Queue {
         lock(&self.line).is_stopped()
     }
 
-    /// Whether the session is to end now.
-    pub(crate) fn is_over(&self) -> bool {
+    /// See [`Line::close_if_idle`]. The session is woken, to end.
+    pub(crate) fn close_if_idle(&self, peer: WorkerId) -> bool {
+        let closes = lock(&self.line).close_if_idle(peer);
+        if closes {
+            self.wake.ring();
+        }
+        closes
+    }
+
+    /// Why the session is to end now.
+    pub(crate) fn is_over(&self) -> Option<TransferError> {
         lock(&self.line).is_over()
     }
 

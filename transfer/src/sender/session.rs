@@ -102,6 +102,7 @@ impl Drop for End {
     fn drop(&mut self) {
         match &self.error {
             TransferError::Closed => {}
+            error @ TransferError::Idle { .. } => tracing::debug!(%error, "transfer session ended"),
             error if self.idle => tracing::info!(%error, "transfer session ended"),
             error => tracing::warn!(%error, "transfer session ended"),
         }
@@ -192,16 +193,17 @@ impl Session {
 
     /// Does everything that can be done now, then waits.
     fn turn(&mut self) -> Result<(), TransferError> {
-        if self.queue.is_over() {
-            return Err(TransferError::Closed);
+        if let Some(error) = self.queue.is_over() {
+            return Err(error);
         }
         let now = Instant::now();
+        let peer = self.plan.peer();
         let next_stuck =
             self.stuck_at().map(|at| if at <= now { Err(self.lost("what is put arrives no more")) } else { Ok(at) });
         let next_stuck = next_stuck.transpose()?;
-        let next_deadline = self.with(|outbound, line| {
+        let (next_deadline, next_idle) = self.with(|outbound, line| {
             line.take_aborts().into_iter().for_each(|(epoch, quiet)| outbound.abort(epoch, quiet, now, line));
-            outbound.expire(now, line)
+            (outbound.expire(now, line), line.rest(peer, now))
         });
         self.stuck.clone().map_or(Ok(()), Err)?;
         // An op taken up below may have a deadline of its own, so only a turn without progress waits.
@@ -227,7 +229,7 @@ impl Session {
         let timeout = match busy {
             true => Some(Duration::ZERO),
             false => {
-                let next = [next_deadline, next_beat, next_stuck].into_iter().flatten().min();
+                let next = [next_deadline, next_beat, next_stuck, next_idle].into_iter().flatten().min();
                 next.map(|at| at.saturating_duration_since(now))
             }
         };

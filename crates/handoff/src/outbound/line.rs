@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use baton_types::Epoch;
+use baton_types::{Epoch, WorkerId};
 
 use super::core::Core;
 use super::done::{Done, Quiet};
@@ -36,6 +36,8 @@ pub struct Line {
     retired: bool,
     /// A write has waited for room in vain and no op has left since. Until one does, no other write waits.
     pub stalled: bool,
+    /// Since when no handoff is under way, as far as [`Line::rest`] has seen.
+    idle_since: Option<Instant>,
     limits: TransferLimits,
 }
 
@@ -53,6 +55,7 @@ impl Line {
             stopped: false,
             retired: false,
             stalled: false,
+            idle_since: None,
             limits,
         }
     }
@@ -97,6 +100,29 @@ impl Line {
         self.retired
     }
 
+    /// Takes no more handoffs, if none is under way: the session ends with this error. A new session takes the next handoff.
+    pub fn close_if_idle(&mut self, peer: WorkerId) -> bool {
+        let closes = self.is_open() && self.idle() && self.aborts.is_empty();
+        if closes {
+            self.closed = Some(TransferError::Idle { peer });
+        }
+        closes
+    }
+
+    /// Closes the session if it has been idle for as long as one may be. Otherwise returns when it will have been; None: it is in use. Call
+    /// each time the session has something to do.
+    pub fn rest(&mut self, peer: WorkerId, now: Instant) -> Option<Instant> {
+        if !self.idle() {
+            self.idle_since = None;
+            return None;
+        }
+        let until = *self.idle_since.get_or_insert(now) + self.limits.idle;
+        if until <= now {
+            self.close_if_idle(peer);
+        }
+        Some(until)
+    }
+
     /// Asks the session to end now.
     pub fn stop(&mut self) {
         self.stopped = true;
@@ -107,9 +133,10 @@ impl Line {
         self.stopped
     }
 
-    /// Whether the session is to end now: it was asked to, or it is retired and no handoff is left.
-    pub fn is_over(&self) -> bool {
-        self.stopped || self.retired && self.idle()
+    /// Why the session is to end now: it was asked to, or it is retired and no handoff is left, or it was idle.
+    pub fn is_over(&self) -> Option<TransferError> {
+        let over = self.stopped || self.retired && self.idle();
+        self.closed.clone().or_else(|| over.then_some(TransferError::Closed))
     }
 
     /// Adds a handoff that begins.
@@ -283,10 +310,31 @@ mod tests {
         complete(&mut line, 1);
         assert!(line.goes_on(true, true), "it waits for the session before it");
         assert!(!line.goes_on(true, false));
-        assert!(line.is_retired() && !line.is_open() && !line.is_over() && !line.is_stopped());
+        assert!(line.is_retired() && !line.is_open() && line.is_over().is_none() && !line.is_stopped());
         assert_eq!(line.begin(core(Epoch(2), Instant::now())), Err(TransferError::Closed));
         line.ended(Epoch(1));
-        assert!(line.is_over());
+        assert_eq!(line.is_over(), Some(TransferError::Closed));
+    }
+
+    #[test]
+    fn a_session_closes_when_it_has_been_idle_for_long() {
+        let (peer, start) = (WorkerId(7), Instant::now());
+        let mut line = line(&[1]);
+        let idle = line.limits.idle;
+        assert_eq!(line.rest(peer, start + 2 * idle), None, "it is in use");
+        assert!(!line.close_if_idle(peer));
+        line.ended(Epoch(1));
+        let later = start + 3 * idle;
+        assert_eq!(line.rest(peer, later), Some(later + idle));
+        assert!(line.begin(core(Epoch(2), start)).is_ok() && line.rest(peer, later + idle).is_none());
+        line.ended(Epoch(2));
+        let last = later + 2 * idle;
+        assert_eq!(line.rest(peer, last), Some(last + idle), "it was in use meanwhile");
+        line.rest(peer, last + idle);
+        let error = TransferError::Idle { peer };
+        assert_eq!((line.is_over(), line.is_open()), (Some(error.clone()), false));
+        assert_eq!(line.begin(core(Epoch(3), start)), Err(error));
+        assert!(!line.goes_on(false, false));
     }
 
     #[test]
