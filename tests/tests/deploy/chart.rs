@@ -97,6 +97,11 @@ impl Release {
         self.manifests.iter().filter(|m| m["spec"]["template"]["spec"]["containers"].is_array())
     }
 
+    /// What makes pods that go on for ever.
+    pub fn services(&self) -> impl Iterator<Item = &Value> {
+        self.workloads().filter(|workload| workload["kind"] != "Job")
+    }
+
     /// The pod that a component's Deployment makes, and its container.
     pub fn pod(&self, role: &str) -> anyhow::Result<(&Value, &Value)> {
         let pod = &self.one("Deployment", role)?["spec"]["template"]["spec"];

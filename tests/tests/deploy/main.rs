@@ -138,7 +138,7 @@ fn pods_run_their_role_with_their_file() -> anyhow::Result<()> {
 #[test]
 fn probes_ask_what_is_answered() -> anyhow::Result<()> {
     for release in Release::all()? {
-        for workload in release.workloads() {
+        for workload in release.services() {
             let role = &workload["metadata"]["labels"]["app.kubernetes.io/component"];
             let container = &workload["spec"]["template"]["spec"]["containers"][0];
             for kind in ["startupProbe", "livenessProbe", "readinessProbe"] {
@@ -178,7 +178,7 @@ fn a_drain_ends_before_the_pod_is_killed() -> anyhow::Result<()> {
 #[test]
 fn selectors_and_references_meet_something() -> anyhow::Result<()> {
     for release in Release::all()? {
-        let pods: Vec<_> = release.workloads().map(|w| (&w["spec"]["template"], &w["spec"]["selector"])).collect();
+        let pods: Vec<_> = release.services().map(|w| (&w["spec"]["template"], &w["spec"]["selector"])).collect();
         let meets = |selector: &Value| -> Vec<&Value> {
             pods.iter().map(|(pod, _)| *pod).filter(|pod| selects(selector, &pod["metadata"]["labels"])).collect()
         };

@@ -18,6 +18,14 @@
 {{- if and (eq .Values.modelCache.type "existing") (not .Values.modelCache.existing.claimName) -}}
   {{- fail "modelCache.type is existing, but modelCache.existing.claimName is empty; name your claim there" -}}
 {{- end -}}
+{{- if .Values.modelCache.job.enabled -}}
+  {{- if eq .Values.modelCache.type "emptyDir" -}}
+    {{- fail "modelCache.job.enabled is true, but modelCache.type is emptyDir, which each pod has for itself; set modelCache.type to claim or existing" -}}
+  {{- end -}}
+  {{- if not (include "baton.modelIsFetched" .) -}}
+    {{- fail (printf "modelCache.job.enabled is true, but model is %s, which is not fetched; set it to false" .Values.model) -}}
+  {{- end -}}
+{{- end -}}
 {{- if .Values.keys.secretName -}}
   {{- if .Values.router.config.keys_file -}}
     {{- fail "keys.secretName and router.config.keys_file both name a keys file; set one of them" -}}

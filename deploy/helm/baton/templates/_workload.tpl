@@ -98,8 +98,14 @@ securityContext:
 # Longer than the drain, so that it ends by itself.
 terminationGracePeriodSeconds: {{ add (int ($c.preStopSeconds | default 0)) (int $c.drainSeconds) 15 }}
 {{- include "baton.scheduling" . }}
-{{- if and (ne .role "router") $v.workers.sockets.hostPath $v.workers.sockets.prepare }}
+{{- $prepare := and $v.workers.sockets.hostPath $v.workers.sockets.prepare }}
+{{- $fetch := include "baton.modelIsFetched" .root }}
+{{- if and (ne .role "router") (or $prepare $fetch) }}
 initContainers:
+  {{- if $fetch }}
+  {{- include "baton.fetchContainer" . | nindent 2 }}
+  {{- end }}
+  {{- if $prepare }}
   - name: sockets
     image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
@@ -112,6 +118,7 @@ initContainers:
       capabilities: {drop: [ALL], add: [CHOWN, FOWNER]}
     volumeMounts:
       - {name: sockets, mountPath: {{ include "baton.socketsPath" .root }}}
+  {{- end }}
 {{- end }}
 containers:
   - name: baton
@@ -133,7 +140,7 @@ containers:
     {{- end }}
     securityContext:
       {{- toYaml $v.securityContext | nindent 6 }}
-    {{- with $c.resources }}
+    {{- with include "baton.resources" . | fromYaml }}
     resources:
       {{- toYaml . | nindent 6 }}
     {{- end }}
@@ -192,6 +199,68 @@ volumes:
   {{- end }}
 {{- end -}}
 
+{{/* What a container of the role gets. A worker asks for the disk that its own copy of the model may take. Takes root and role. */}}
+{{- define "baton.resources" -}}
+{{- $c := get .root.Values .role -}}
+{{- $cache := .root.Values.modelCache -}}
+{{- $resources := deepCopy ($c.resources | default dict) -}}
+{{- if and (ne .role "router") (eq $cache.type "emptyDir") $cache.emptyDir.sizeLimit (include "baton.modelIsFetched" .root) -}}
+  {{- $disk := dict "requests" (dict "ephemeral-storage" $cache.emptyDir.sizeLimit) -}}
+  {{- $resources = merge $resources $disk -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Fetches the model before the worker starts: for as long as it takes, with progress in its log. Takes root and role; with the role
+"models", for the Job. */}}
+{{- define "baton.fetchContainer" -}}
+{{- $v := .root.Values -}}
+- name: model
+  image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+  imagePullPolicy: {{ $v.image.pullPolicy }}
+  args:
+    - model
+    - pull
+    - {{ $v.model | quote }}
+    - --model-cache={{ include "baton.modelCachePath" .root }}
+    {{- with $v.hub.endpoint }}
+    - --hub-endpoint={{ . }}
+    {{- end }}
+    {{- if $v.hub.token.secretName }}
+    - --hub-token-file={{ include "baton.hubTokenPath" .root }}
+    {{- end }}
+  {{- with get $v .role | default dict }}
+  {{- with .extraEnv }}
+  env:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  securityContext:
+    {{- toYaml $v.securityContext | nindent 4 }}
+  {{- if ne .role "models" }}
+  {{- with include "baton.resources" . | fromYaml }}
+  resources:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- else }}
+  {{- with $v.modelCache.job.resources }}
+  resources:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  volumeMounts:
+    - {name: models, mountPath: {{ include "baton.modelCachePath" .root }}}
+    - {name: tmp, mountPath: /tmp}
+    {{- if $v.hub.token.secretName }}
+    - {name: hub-token, mountPath: {{ include "baton.hubTokenPath" .root | dir }}, readOnly: true}
+    {{- end }}
+{{- end -}}
+
+{{/* Whether the model comes from a registry or a hub; empty: it is a path, or made. Takes the root. */}}
+{{- define "baton.modelIsFetched" -}}
+{{- if not (or (hasPrefix "/" .Values.model) (hasPrefix "./" .Values.model) (hasPrefix "random:" .Values.model)) -}}true{{- end -}}
+{{- end -}}
+
 {{/* What only the pod knows, then the user's. Takes root and role. */}}
 {{- define "baton.env" -}}
 {{- $v := .root.Values -}}
@@ -213,6 +282,16 @@ volumes:
 - name: BATON_THREADS
   valueFrom: {resourceFieldRef: {containerName: baton, resource: requests.cpu, divisor: "1"}}
 {{- end }}
+{{- end }}
+{{- $named := list -}}
+{{- range $c.extraEnv }}
+{{- $named = append $named .name -}}
+{{- end }}
+{{- $computes := list "auto" "cuda" | has (get (include "baton.settings" . | fromYaml) "backend") }}
+{{- if not (or (and (ne .role "router") $computes) (has "NVIDIA_VISIBLE_DEVICES" $named)) }}
+# The image for GPUs asks for all of a node's, which a container gets where NVIDIA's runtime is the default.
+- name: NVIDIA_VISIBLE_DEVICES
+  value: void
 {{- end }}
 {{- with $c.extraEnv }}
 {{ toYaml . }}
