@@ -10,6 +10,7 @@ mod fetch;
 mod kubernetes;
 mod model;
 mod scale;
+mod shell;
 mod status;
 mod supervisor;
 mod up;
@@ -68,6 +69,8 @@ fn command() -> Command {
         .subcommand(scale::command())
         .subcommand(scale::drain_command())
         .subcommand(bench::command())
+        .subcommand(shell::completions_command())
+        .subcommand(shell::manuals_command())
 }
 
 fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
@@ -83,6 +86,11 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("scale", m)) => runtime()?.block_on(scale::scale(m)),
         Some(("drain", m)) => runtime()?.block_on(scale::drain(m)),
         Some(("bench", m)) => bench::run(m),
+        Some(("completions", m)) => {
+            shell::completions(m, command());
+            Ok(())
+        }
+        Some(("manuals", m)) => shell::manuals(m, command()),
         _ => Ok(()),
     }
 }

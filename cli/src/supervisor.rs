@@ -1,5 +1,6 @@
 //! The processes of `baton up`: starts them, restarts those that die and stops them in order. `operator.rs` changes their number.
 
+pub mod devices;
 mod operator;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 
+use self::devices::{Devices, Gpus};
 use self::operator::{Request, Service};
 
 /// A process that ends sooner than this counts as a short life. Before the cluster has been ready, [`MAX_SHORT_LIVES`] of
@@ -66,6 +68,8 @@ struct Process {
     stopping: bool,
     /// It is told to stop once others serve.
     leaving: Option<Leaving>,
+    /// The GPUs that it computes on, if on any.
+    gpus: Option<Gpus>,
 }
 
 /// How a process goes that is to be drained.
@@ -88,6 +92,9 @@ pub struct Supervisor {
     program: PathBuf,
     tls: Option<Tls>,
     args: BTreeMap<Kind, Vec<String>>,
+    devices: Option<Devices>,
+    /// Of the workers that compute on GPUs: on how many each.
+    ranks: BTreeMap<Kind, u32>,
     wanted: BTreeMap<Kind, usize>,
     processes: Vec<Process>,
     /// Per kind: short lives in a row, and the earliest time of the next start.
@@ -107,6 +114,8 @@ impl Supervisor {
             program,
             tls,
             args: BTreeMap::new(),
+            devices: None,
+            ranks: BTreeMap::new(),
             wanted: BTreeMap::new(),
             processes: Vec::new(),
             short_lives: BTreeMap::new(),
@@ -119,6 +128,18 @@ impl Supervisor {
     /// Sets the flags of every process of a kind.
     pub fn define(&mut self, kind: Kind, args: Vec<String>) {
         self.args.insert(kind, args);
+    }
+
+    /// Gives the processes of these kinds GPUs, so many each.
+    pub fn spread(&mut self, devices: Devices, ranks: BTreeMap<Kind, u32>) {
+        (self.devices, self.ranks) = (Some(devices), ranks);
+    }
+
+    /// The GPUs for another process of a kind. None inside: it needs none. None: no GPU has room for it.
+    fn room(&self, kind: Kind) -> Option<Option<Gpus>> {
+        let (Some(devices), Some(ranks)) = (self.devices, self.ranks.get(&kind)) else { return Some(None) };
+        let taken: Vec<Gpus> = self.processes.iter().filter_map(|process| process.gpus.clone()).collect();
+        devices.pick(&taken, *ranks).map(Some)
     }
 
     /// Sets how many processes of a kind should run.
@@ -137,9 +158,12 @@ impl Supervisor {
         self.processes.iter().filter(|p| p.kind == kind && p.stays()).count()
     }
 
-    fn start(&mut self, kind: Kind) -> anyhow::Result<()> {
+    fn start(&mut self, kind: Kind, gpus: Option<Gpus>) -> anyhow::Result<()> {
         let mut command = std::process::Command::new(&self.program);
         command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
+        if let Some(gpus) = &gpus {
+            command.args(["--first-gpu".to_owned(), gpus.start.to_string()]);
+        }
         // The child must not read this process's settings file: it gets all settings from it as flags. Its admin pages are this process's to read.
         command.env_remove("BATON_CONFIG").env_remove("BATON_ADMIN_TOKEN_FILE").stdin(std::process::Stdio::null());
         // Its own process group keeps Ctrl-C away from the child: this process stops the children in order.
@@ -148,7 +172,15 @@ impl Supervisor {
         let child = Command::from(command).spawn().with_context(|| format!("starting {}", kind.name()))?;
         let pid = child.id().unwrap_or_default();
         tracing::info!(process = kind.name(), pid, "started");
-        self.processes.push(Process { kind, child, pid, started: Instant::now(), stopping: false, leaving: None });
+        self.processes.push(Process {
+            kind,
+            child,
+            pid,
+            started: Instant::now(),
+            stopping: false,
+            leaving: None,
+            gpus,
+        });
         Ok(())
     }
 
@@ -157,7 +189,9 @@ impl Supervisor {
         let wanted: Vec<(Kind, usize)> = self.wanted.iter().map(|(k, n)| (*k, *n)).collect();
         for (kind, count) in wanted {
             while self.count(kind) < count && self.may_start(kind) {
-                self.start(kind)?;
+                // Without room it starts when another has ended.
+                let Some(gpus) = self.room(kind) else { break };
+                self.start(kind, gpus)?;
             }
             for _ in count..self.count(kind) {
                 // The youngest is drained first.
@@ -177,6 +211,7 @@ impl Supervisor {
     /// The earliest time at which a kind that lacks processes may start one; far in the future when no kind lacks any.
     fn next_start(&self) -> tokio::time::Instant {
         let lacking = self.wanted.iter().filter(|(kind, count)| self.count(**kind) < **count);
+        let lacking = lacking.filter(|(kind, _)| self.room(**kind).is_some());
         let times = lacking.filter_map(|(kind, _)| self.short_lives.get(kind).map(|(_, when)| *when));
         times.min().unwrap_or_else(|| tokio::time::Instant::now() + Duration::from_secs(3600))
     }
@@ -270,6 +305,8 @@ impl Supervisor {
     /// processes that are left when the drain is forced or its time is over.
     pub async fn stop(&mut self, shutdown: &Shutdown) {
         shutdown.start("stopping");
+        // The registry stops with the router, which is then no news.
+        self.views = tokio::sync::watch::channel(Default::default()).1;
         for routers in [true, false] {
             for process in self.processes.iter_mut().filter(|p| (p.kind == Kind::Router) == routers) {
                 terminate(process);

@@ -3,6 +3,7 @@
 //! It is only a supervisor: it starts `baton router`, `baton prefill` and `baton decode` as a user would, restarts those that
 //! die, and stops all of them at the end.
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use baton_worker::{BackendKind, Quantization};
 use tokio::net::TcpSocket;
 
 use crate::certs::{self, OwnCertificates};
+use crate::supervisor::devices::{self, Devices};
 use crate::supervisor::{Kind, Supervisor};
 
 baton_runtime::config! {
@@ -54,7 +56,8 @@ baton_runtime::config! {
         prefill_kv_type: Option<Parsed<KvDtype>> = None,
         /// Memory of each worker's KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves for it.
         kv_memory: Option<Bytes> = None,
-        /// Share of a GPU's memory that all workers together may use, above 0 and at most 1.
+        /// Share of each GPU's memory that the workers on it may use together, above 0 and at most 1. It is divided among as many workers
+        /// as share a GPU at the start; `baton scale` adds no more.
         gpu_memory_fraction: f64 = 0.9,
         /// Longest sequence in tokens; default: the model's context, or less if the pool cannot hold it.
         context: Option<u32> = None,
@@ -67,6 +70,11 @@ baton_runtime::config! {
         swap_bytes: Bytes = Bytes(0),
         /// Device that workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
+        /// Device that prefill workers compute on, if different. KV of one device is not bit for bit that of another, so all prompts then
+        /// go to prefill workers.
+        prefill_backend: Option<BackendKind> = None,
+        /// Number of GPUs over which workers on GPUs are spread, from number 0 on; default: all of this machine.
+        gpus: Option<u32> = None,
         /// Quantization of the layers' weights on a GPU: none (bf16) or fp8 (see baton decode --help).
         quantization: Quantization = Quantization::None,
         /// Compute threads of each worker; default: one per core.
@@ -131,16 +139,32 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     supervisor.define(Kind::Router, router);
     let prefill_kv_type = config.prefill_kv_type.unwrap_or(config.kv_type);
     let prefill_tp = config.prefill_tp.unwrap_or(config.tp);
-    let mut prefill = worker_args(&config, &registry, prefill_kv_type.0, prefill_tp);
+    let prefill_backend = config.prefill_backend.unwrap_or(config.backend);
+    let gpus = config.gpus.unwrap_or_else(devices::count);
+    let on_gpus = |backend| match backend {
+        BackendKind::Cpu => false,
+        BackendKind::Auto => gpus > 0,
+        BackendKind::Cuda => true,
+    };
+    let ranks = BTreeMap::from_iter(
+        [(Kind::Prefill, prefill_backend, prefill_tp), (Kind::Decode, config.backend, config.tp)]
+            .into_iter()
+            .filter(|(_, backend, _)| on_gpus(*backend))
+            .map(|(kind, _, tp)| (kind, tp)),
+    );
+    let devices = devices_for(&config, gpus.max(1), &ranks)?;
+    let fraction = config.gpu_memory_fraction / f64::from(devices.shares());
+    let mut prefill = worker_args(&config, &registry, prefill_kv_type.0, prefill_tp, prefill_backend, fraction);
     prefill.extend(files(TlsRole::Prefill));
     supervisor.define(Kind::Prefill, prefill);
-    let mut decode = worker_args(&config, &registry, config.kv_type.0, config.tp);
-    if (prefill_kv_type, prefill_tp) != (config.kv_type, config.tp) {
+    let mut decode = worker_args(&config, &registry, config.kv_type.0, config.tp, config.backend, fraction);
+    if (prefill_kv_type, prefill_tp, prefill_backend) != (config.kv_type, config.tp, config.backend) {
         // (I1) The KV that a prompt is computed over must not depend on how much of its prefix a decode worker has cached.
         decode.extend(flag("local-prefill", 0));
     }
     decode.extend(files(TlsRole::Decode));
     supervisor.define(Kind::Decode, decode);
+    supervisor.spread(devices, ranks);
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
@@ -214,21 +238,39 @@ fn router_args(config: &UpConfig, admin: SocketAddr) -> Vec<String> {
     args
 }
 
-fn worker_args(config: &UpConfig, registry: &str, kv_type: KvDtype, tp: u32) -> Vec<String> {
+/// The GPUs, divided among the workers that use them.
+fn devices_for(config: &UpConfig, gpus: u32, ranks: &BTreeMap<Kind, u32>) -> anyhow::Result<Devices> {
+    let workers = [(Kind::Prefill, config.prefill), (Kind::Decode, config.decode)];
+    let workers = workers.into_iter().filter_map(|(kind, count)| Some((*ranks.get(&kind)?, count)));
+    let each: Vec<u32> = workers.flat_map(|(ranks, count)| std::iter::repeat_n(ranks, count as usize)).collect();
+    Devices::new(gpus, &each).with_context(|| {
+        format!(
+            "a worker of {} ranks needs as many GPUs, and there are {gpus} (--gpus)",
+            each.iter().max().unwrap_or(&1)
+        )
+    })
+}
+
+fn worker_args(
+    config: &UpConfig,
+    registry: &str,
+    kv_type: KvDtype,
+    tp: u32,
+    backend: BackendKind,
+    fraction: f64,
+) -> Vec<String> {
     let mut args = common_args(config, "127.0.0.1:0");
     args.extend(flag("grpc", "127.0.0.1:0"));
     args.extend(flag("registry", registry));
     args.extend(flag("transport", config.transport.0));
     args.extend(flag("kv-type", kv_type));
     args.extend(config.kv_memory.into_iter().flat_map(|bytes| flag("kv-memory", bytes)));
-    // All workers share this host's one GPU.
-    let workers = f64::from(config.prefill + config.decode);
-    args.extend(flag("gpu-memory-fraction", config.gpu_memory_fraction / workers));
+    args.extend(flag("gpu-memory-fraction", fraction));
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));
     args.extend(flag("swap-bytes", config.swap_bytes));
-    args.extend(flag("backend", config.backend));
+    args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
     args.extend(flag("tp", tp));

@@ -194,14 +194,18 @@ fn scale_up_and_down_under_load_fails_no_request() {
     };
     let drain = |more: &[&str]| binary::run(&[&["drain", &the_worker(), "--registry", &url], more].concat()).unwrap();
     let before = cluster.pids("decode");
-    assert_eq!(drain(&["--replace", "--dry-run"]).code, Some(0));
+    let drained = |more: &[&str]| {
+        let said = drain(more);
+        assert_eq!(said.code, Some(0), "{said:?}");
+    };
+    drained(&["--replace", "--dry-run"]);
     assert_eq!(cluster.pids("decode"), before);
     let refused = drain(&["--wait"]);
     assert!(refused.code == Some(1) && refused.err.contains("--replace"), "{refused:?}");
-    assert_eq!(drain(&["--replace", "--wait"]).code, Some(0));
+    drained(&["--replace", "--wait"]);
     assert!(cluster.pids("decode").len() == 1 && cluster.pids("decode") != before);
     scale(1, 2);
-    assert_eq!(drain(&["--wait"]).code, Some(0));
+    drained(&["--wait"]);
     assert_eq!(cluster.pids("decode").len(), 1);
     stop.send_replace(true);
     for task in tasks {

@@ -32,6 +32,10 @@ impl Supervisor {
     pub(super) fn take(&mut self, request: Request) {
         let at_once = match &request.what {
             What::Scale { wanted, at_once } => {
+                if let Err(refused) = self.check_room(wanted) {
+                    let _ = request.done.send(Err(refused));
+                    return;
+                }
                 self.supersede(wanted);
                 self.wanted.extend(wanted.iter().map(|(kind, count)| (*kind, *count)));
                 *at_once
@@ -53,6 +57,26 @@ impl Supervisor {
         }
     }
 
+    /// Refuses numbers of workers for which the GPUs have no room.
+    fn check_room(&self, wanted: &BTreeMap<Kind, usize>) -> Result<(), Status> {
+        let Some(devices) = self.devices else { return Ok(()) };
+        let count = |kind| wanted.get(kind).or_else(|| self.wanted.get(kind)).copied().unwrap_or_default();
+        let mut taken = Vec::new();
+        for (kind, ranks) in &self.ranks {
+            for _ in 0..count(kind) {
+                let Some(gpus) = devices.pick(&taken, *ranks) else {
+                    let shares = devices.shares();
+                    return Err(Status::invalid_argument(format!(
+                        "the GPUs have no room for so many workers: each was divided among {shares} when the cluster was started; \
+                         start it with as many workers as there will be at most"
+                    )));
+                };
+                taken.push(gpus);
+            }
+        }
+        Ok(())
+    }
+
     /// Fails the requests that wait for another number of the same kinds: it will not be reached any more.
     fn supersede(&mut self, wanted: &BTreeMap<Kind, usize>) {
         let differs = |request: &mut Request| match &request.what {
@@ -67,7 +91,7 @@ impl Supervisor {
     }
 
     fn drain(&mut self, worker: WorkerId, pid: u32, replace: bool) -> Result<(), Status> {
-        let its = self.processes.iter_mut().find(|p| p.pid == pid && p.kind != Kind::Router && p.stays());
+        let its = self.processes.iter().find(|p| p.pid == pid && p.kind != Kind::Router && p.stays());
         let process =
             its.ok_or_else(|| Status::not_found("no worker of this `baton up` is that process, or it ends already"))?;
         let kind = process.kind;
@@ -77,7 +101,13 @@ impl Supervisor {
                 "it is the last decode worker, and a cluster needs one; use --replace",
             ));
         }
+        if replace && self.room(kind).is_none() {
+            return Err(Status::failed_precondition(
+                "no GPU has room for another worker beside it; scale down and up instead",
+            ));
+        }
         tracing::info!(process = kind.name(), pid, replace, "is to be drained");
+        let Some(process) = self.processes.iter_mut().find(|p| p.pid == pid) else { return Ok(()) };
         process.leaving = Some(Leaving { worker, replaced: replace });
         if !replace {
             self.supersede(&BTreeMap::from([(kind, wanted.saturating_sub(1))]));
@@ -174,6 +204,7 @@ mod tests {
 
     use baton_cluster::{Member, ViewReceiver};
 
+    use super::super::devices::Devices;
     use super::super::{Process, member};
     use super::*;
 
@@ -229,8 +260,23 @@ mod tests {
             started: Instant::now(),
             stopping: false,
             leaving: None,
+            gpus: None,
         });
         pid
+    }
+
+    #[test]
+    fn the_gpus_hold_only_so_many_workers() {
+        let mut supervisor = supervisor();
+        let devices = Devices::new(4, &[2, 1]).unwrap();
+        supervisor.spread(devices, BTreeMap::from([(Kind::Prefill, 2), (Kind::Decode, 1)]));
+        for (prefill, decode, fits) in
+            [(1, 1, true), (1, 2, true), (1, 3, false), (2, 0, true), (2, 1, false), (0, 4, true)]
+        {
+            let wanted = BTreeMap::from([(Kind::Prefill, prefill), (Kind::Decode, decode)]);
+            let answer = ask(&mut supervisor, What::Scale { wanted, at_once: true }).try_recv().unwrap();
+            assert_eq!(answer.is_ok(), fits, "{prefill} {decode}: {answer:?}");
+        }
     }
 
     /// A view in which decode workers of these ids serve.
