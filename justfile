@@ -55,6 +55,10 @@ check:
 fmt:
     cargo fmt --all
 
+# What is downloaded: an archive and a wheel, with checksums; --check tries them in an empty Debian 11
+dist *words:
+    tools/dist {{ words }}
+
 # Speed against llama.cpp and against memcpy and TCP; both cores must be idle
 bench:
     bench/run
