@@ -1,6 +1,6 @@
 //! A registry's members and their leases. Time is an argument of each call.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use baton_types::WorkerId;
@@ -8,10 +8,16 @@ use baton_types::WorkerId;
 use crate::error::MembershipError;
 use crate::member::{MAX_MEMBERS, Member, Role, View, check_ttl};
 
+/// How long the ids of members that were removed are remembered. Longer than a renewal can be on its way.
+const LEFT: Duration = Duration::from_secs(60);
+
 /// Members, each under a lease. At most [`MAX_MEMBERS`] (I5).
 #[derive(Clone, Debug)]
 pub struct Store {
     entries: BTreeMap<WorkerId, Entry>,
+    /// Members that were removed, oldest first, each with the time until which it is remembered: a renewal that their process sent before may
+    /// arrive later. No process has the id of another.
+    left: VecDeque<(WorkerId, Instant)>,
     revision: u64,
     last_change: Instant,
 }
@@ -25,13 +31,18 @@ struct Entry {
 impl Store {
     /// A registry without members.
     pub fn new(now: Instant) -> Store {
-        Store { entries: BTreeMap::new(), revision: 0, last_change: now }
+        Store { entries: BTreeMap::new(), left: VecDeque::new(), revision: 0, last_change: now }
     }
 
     /// Adds, changes or renews a member. True when this is more than a renewal: the member is new or has a new value.
     pub fn put(&mut self, member: Member, ttl: Duration, now: Instant) -> Result<bool, MembershipError> {
         member.validate()?;
         check_ttl(ttl)?;
+        self.left.retain(|(_, until)| *until > now);
+        if self.left.iter().any(|(id, _)| *id == member.id) {
+            let problem = format!("{} has left, and an id is not used again", member.id);
+            return Err(MembershipError::Member { field: "id", problem });
+        }
         let known = self.entries.get(&member.id).map(|e| &e.member);
         if known.is_none() && self.entries.len() >= MAX_MEMBERS {
             return Err(MembershipError::Full { limit: MAX_MEMBERS });
@@ -42,8 +53,12 @@ impl Store {
         Ok(changed)
     }
 
-    /// Removes a member. True when it was registered.
+    /// Removes a member, which then cannot register again. True when it was registered.
     pub fn remove(&mut self, id: WorkerId, now: Instant) -> bool {
+        if self.left.len() >= MAX_MEMBERS {
+            self.left.pop_front(); // I5
+        }
+        self.left.push_back((id, now + LEFT));
         let removed = self.entries.remove(&id).is_some();
         self.note(removed, now);
         removed
@@ -132,6 +147,25 @@ mod tests {
         assert!(store.remove(WorkerId(1), t0));
         assert!(!store.remove(WorkerId(1), t0));
         assert_eq!(store.next_expiry(), None);
+    }
+
+    #[test]
+    fn a_renewal_that_arrives_after_its_member_has_left_brings_it_not_back() {
+        let (mut store, t0) = store();
+        store.put(member(1), TTL, t0).unwrap();
+        store.remove(WorkerId(1), t0);
+        // Nor does the first registration, if it was overtaken.
+        store.remove(WorkerId(2), t0);
+        for id in [1, 2] {
+            let refused = store.put(member(id), TTL, t0 + LEFT / 2).unwrap_err();
+            assert!(matches!(refused, MembershipError::Member { field: "id", .. }), "{refused}");
+        }
+        assert_eq!(store.view().members, []);
+        store.put(member(1), TTL, t0 + LEFT).unwrap();
+        for id in 0..2 * MAX_MEMBERS as u64 {
+            store.remove(WorkerId(1000 + id), t0 + LEFT);
+        }
+        assert_eq!(store.left.len(), MAX_MEMBERS, "I5");
     }
 
     #[test]
