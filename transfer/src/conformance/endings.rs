@@ -201,6 +201,7 @@ fn an_idle_session_is_closed_and_the_next_handoff_begins_another(choice: Transpo
     for epoch in 1..4 {
         prefill.send(&decode.reserve(epoch, &first(32)), 0).wait().unwrap();
         decode.expect_verified(epoch);
+        decode.receiver.release(Epoch(epoch));
         assert_eq!(decode.receiver.stats().sessions, 1, "it is kept for a while");
         until_sessions(&decode, 0);
     }
@@ -220,6 +221,7 @@ fn the_last_place_for_a_session_costs_the_one_used_least_recently() {
         epoch += 1;
         prefill.send(&decode.reserve(epoch, &first(8)), 0).wait().unwrap();
         decode.expect_verified(epoch);
+        decode.receiver.release(Epoch(epoch));
     };
     let sessions = || decodes.iter().map(|decode| decode.receiver.stats().sessions).collect::<Vec<_>>();
     send(&decodes[0]);
