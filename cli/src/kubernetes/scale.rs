@@ -55,13 +55,15 @@ pub async fn drain(release: &Release, drain: &Drain, options: &Options) -> anyho
     if role == Role::Decode && to == 0 {
         bail!("it is the last decode worker, and a cluster needs one; use --replace");
     }
+    if drain.replace {
+        refuse_gap(release, role, &pod, options).await?;
+    }
     println!("{} goes once its requests are done; {}: {now} -> {to} pods", name(&pod), workload.name());
     if options.dry_run {
         println!("nothing was changed (--dry-run)");
         return Ok(());
     }
     if drain.replace {
-        refuse_gap(release, role, &pod, options).await?;
         let evicted = answered(release.api::<Pod>().evict(name(&pod), &EvictParams::default())).await;
         evicted.with_context(|| format!("evicting pod {}", name(&pod)))?;
     } else {

@@ -71,7 +71,7 @@ pub(super) fn fetch(
             let fetch = Fetch::start(spec, cache, options, progress)?;
             match fetch.choose()? {
                 Choice::Gguf(file) => {
-                    let lock = store::lock(cache, &format!("{name}#header"))?;
+                    let lock = store::lock(cache, &format!("{}#header", spec.id))?;
                     (fetch.header(cache, &file)?, Some(lock))
                 }
                 Choice::Directory { text, .. } => {
