@@ -1,4 +1,4 @@
-//! ARCHITECTURE.md's table of crates is what cargo says.
+//! The tables of crates and of invariants in docs/ are true.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -50,7 +50,7 @@ fn from_table(text: &str) -> BTreeMap<String, Option<BTreeSet<String>>> {
 #[test]
 fn the_table_of_crates_is_true() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace")?;
-    let table = from_table(&std::fs::read_to_string(root.join("ARCHITECTURE.md"))?);
+    let table = from_table(&std::fs::read_to_string(root.join("docs/crates.md"))?);
     let edges = from_cargo(root)?;
     let names: BTreeSet<&String> = table.keys().collect();
     ensure!(names == edges.keys().collect(), "crates in the table {names:?}, in the workspace {:?}", edges.keys());
@@ -67,11 +67,11 @@ fn the_table_of_crates_is_true() -> anyhow::Result<()> {
 #[test]
 fn the_tests_named_for_each_invariant_exist() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace")?;
-    let text = std::fs::read_to_string(root.join("ARCHITECTURE.md"))?;
+    let text = std::fs::read_to_string(root.join("docs/invariants.md"))?;
     let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("| I")).collect();
     ensure!(rows.len() == 8, "{} invariants in the table", rows.len());
     for path in rows.iter().flat_map(|row| row.rsplit('|').nth(1)).flat_map(|cell| cell.split('`').skip(1).step_by(2)) {
-        ensure!(root.join(path).exists(), "ARCHITECTURE.md names {path}, which is not there");
+        ensure!(root.join(path).exists(), "docs/invariants.md names {path}, which is not there");
     }
     Ok(())
 }
