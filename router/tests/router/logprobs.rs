@@ -2,18 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::{self, Cluster, text};
-
-const CHAT: &str = "/v1/chat/completions";
-const TEXT: &str = "/v1/completions";
-
-fn hello() -> Value {
-    json!({"messages": [{"role": "user", "content": "hi"}]})
-}
-
-fn bytes(text: &str) -> Vec<u32> {
-    text.bytes().map(u32::from).collect()
-}
+use crate::support::{self, CHAT, Cluster, TEXT, bytes, hello, text};
 
 #[tokio::test]
 async fn log_probabilities_in_both_forms() {

@@ -7,9 +7,8 @@ use baton_router::testing::model;
 use baton_router::{RouterError, ServedModel};
 use serde_json::{Value, json};
 
-use crate::support::{Cluster, NAME, config, text};
+use crate::support::{Cluster, NAME, TEXT, config, text};
 
-const TEXT: &str = "/v1/completions";
 const OTHER: &str = "other-model";
 
 fn models(files: &tempfile::TempDir) -> Vec<ServedModel> {

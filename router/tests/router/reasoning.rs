@@ -2,9 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::support::{Cluster, config, merged};
+use crate::support::{CHAT, Cluster, config, merged};
 
-const CHAT: &str = "/v1/chat/completions";
 /// A template that keeps no thoughts of past answers.
 const THINKS: &str = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}|{% endfor %}";
 /// One whose prompt ends within the thoughts.

@@ -1,11 +1,9 @@
 //! Structured output and tools at the front door: what reaches the workers, what comes back, what is refused.
 
-use crate::support::{self, Cluster, config, merged, streamed};
+use crate::support::{self, CHAT, Cluster, TEXT, config, merged, streamed};
 use baton_proto::v1::constraint::Kind;
 use serde_json::{Value, json};
 
-const CHAT: &str = "/v1/chat/completions";
-const TEXT: &str = "/v1/completions";
 const CALL: &str = "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": [1, 2.50]}}\n</tool_call>";
 
 fn hello(fields: Value) -> Value {

@@ -31,6 +31,11 @@ pub struct Cluster {
     _files: tempfile::TempDir,
 }
 
+/// Where chats go.
+pub const CHAT: &str = "/v1/chat/completions";
+/// Where completions go.
+pub const TEXT: &str = "/v1/completions";
+
 /// A configuration for tests: free ports, short waits.
 pub fn config() -> RouterConfig {
     RouterConfig {
@@ -241,6 +246,16 @@ pub fn data_lines(text: &str) -> Vec<String> {
 pub fn merged(mut body: Value, fields: Value) -> Value {
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     body
+}
+
+/// A chat that says hi.
+pub fn hello() -> Value {
+    json!({"messages": [{"role": "user", "content": "hi"}]})
+}
+
+/// The tokens of a text for the model whose tokens are bytes.
+pub fn bytes(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
 }
 
 /// The text of a completion's first choice.
