@@ -125,7 +125,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
             let members = view.members.iter().filter(|m| m.role != Role::Supervisor).cloned();
             let ask = |member: Member| async {
                 let answer = worker_status(&member, tls.as_ref()).await;
-                (member, answer)
+                Answered::member(member, answer)
             };
             futures::future::join_all(members.map(ask)).await
         }

@@ -12,7 +12,7 @@ use baton_policy::Patience;
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::tls::{HTTP2_BEGINNING, PublicTls, TlsRole, alpn};
-use baton_runtime::{FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks, Tls};
+use baton_runtime::{AdminRoutes, FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks, Tls};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -87,7 +87,8 @@ impl RunningRouter {
 /// A bad configuration, a model that cannot be opened, an address that is taken.
 pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     let page = Arc::new(OnceLock::new());
-    let process = Process::start("router", &config.process, cluster_page(Arc::clone(&page))).await?;
+    let routes = AdminRoutes { guarded: cluster_page(Arc::clone(&page)), ..AdminRoutes::default() };
+    let process = Process::start("router", &config.process, routes).await?;
     let mut bound = Bound::listen(&config).await?;
     if config.keys_file.is_some() {
         bound.hangups = Some(signal(SignalKind::hangup()).map_err(RuntimeError::Signals)?);

@@ -1,6 +1,6 @@
 //! `baton status` on Kubernetes.
 
-use baton_cluster::{Member, Role};
+use baton_cluster::Role;
 use baton_types::WorkerId;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::Pod;
@@ -23,20 +23,6 @@ async fn worker(release: &Release, role: Role, pod: &Pod) -> Answered {
     if let Ok(said) = &mut answer {
         said.draining |= is_leaving(pod) || !is_ready(pod);
     }
-    let id = answer.as_ref().map_or(0, |said| said.id);
-    let member = Member {
-        id: WorkerId(id),
-        role,
-        grpc: name(pod).to_owned(),
-        admin: String::new(),
-        model: String::new(),
-        layout: 0,
-        block_size: 0,
-        window_tokens: 0,
-        max_running: 0,
-        blocks: 0,
-        context_tokens: 0,
-        draining: is_leaving(pod),
-    };
-    (member, answer)
+    let id = WorkerId(answer.as_ref().map_or(0, |said| said.id));
+    Answered { role, id, at: name(pod).to_owned(), admin: String::new(), model: String::new(), answer }
 }

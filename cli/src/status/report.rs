@@ -1,12 +1,30 @@
 //! The output of `baton status`, as a table and as JSON. Pure: it sends no requests.
 
-use baton_cluster::Member;
+use baton_cluster::{Member, Role};
 use baton_proto::v1;
 use baton_types::WorkerId;
 use serde_json::{Value, json};
 
-/// A worker and its answer.
-pub type Answered = (Member, anyhow::Result<v1::StatusResponse>);
+/// A worker that was asked, and its answer.
+pub struct Answered {
+    pub role: Role,
+    /// 0: not known, because a pod did not answer.
+    pub id: WorkerId,
+    /// Where it serves: an address, or the name of its pod.
+    pub at: String,
+    /// Where its admin endpoint is, and which model it serves, if the cluster's registry was asked.
+    pub admin: String,
+    pub model: String,
+    pub answer: anyhow::Result<v1::StatusResponse>,
+}
+
+impl Answered {
+    /// A member of the cluster.
+    pub fn member(member: Member, answer: anyhow::Result<v1::StatusResponse>) -> Answered {
+        let Member { role, id, grpc, admin, model, .. } = member;
+        Answered { role, id, at: grpc, admin, model, answer }
+    }
+}
 
 /// A table of the workers, and below it the transport that KV takes between each pair.
 pub fn table(workers: &[Answered]) -> String {
@@ -14,7 +32,7 @@ pub fn table(workers: &[Answered]) -> String {
         "{:<9} {:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  STATE\n",
         "ROLE", "ID", "GRPC", "RUNNING", "WAITING", "FREE", "CACHED", "IN USE", "LENT"
     );
-    workers.iter().for_each(|(member, answer)| text += &worker_line(member, answer));
+    workers.iter().for_each(|worker| text += &worker_line(worker));
     let pairs = pairs(workers);
     if !pairs.is_empty() {
         text +=
@@ -24,14 +42,14 @@ pub fn table(workers: &[Answered]) -> String {
     text
 }
 
-fn worker_line(member: &Member, answer: &anyhow::Result<v1::StatusResponse>) -> String {
-    let (role, id) = (member.role.as_str(), member.id.to_string());
-    match answer {
+fn worker_line(worker: &Answered) -> String {
+    let (role, id) = (worker.role.as_str(), worker.id.to_string());
+    match &worker.answer {
         Ok(s) => {
             let b = s.blocks.unwrap_or_default();
             format!(
                 "{role:<9} {id:<19} {:<24} {:>7} {:>7} {:>9} {:>9} {:>9} {:>9}  {}\n",
-                member.grpc,
+                worker.at,
                 s.running,
                 s.waiting,
                 b.free,
@@ -41,7 +59,7 @@ fn worker_line(member: &Member, answer: &anyhow::Result<v1::StatusResponse>) -> 
                 state(s)
             )
         }
-        Err(error) => format!("{role:<9} {id:<19} {:<24} unreachable: {error:#}\n", member.grpc),
+        Err(error) => format!("{role:<9} {id:<19} {:<24} unreachable: {error:#}\n", worker.at),
     }
 }
 
@@ -51,8 +69,8 @@ fn state(status: &v1::StatusResponse) -> &'static str {
 
 /// The pairs (sender, receiver) of KV. Receivers that are no longer members are left out.
 fn pairs(workers: &[Answered]) -> Vec<(WorkerId, &v1::Peer)> {
-    let is_member = |peer: &&v1::Peer| workers.iter().any(|(member, _)| member.id.0 == peer.id);
-    let answered = workers.iter().filter_map(|(member, answer)| Some((member.id, answer.as_ref().ok()?)));
+    let is_member = |peer: &&v1::Peer| workers.iter().any(|worker| worker.id.0 == peer.id);
+    let answered = workers.iter().filter_map(|worker| Some((worker.id, worker.answer.as_ref().ok()?)));
     answered.flat_map(|(from, status)| status.peers.iter().filter(is_member).map(move |peer| (from, peer))).collect()
 }
 
@@ -87,15 +105,15 @@ pub fn json(workers: &[Answered]) -> Value {
     json!({ "workers": workers.iter().map(worker_json).collect::<Vec<_>>(), "pairs": pairs.collect::<Vec<_>>() })
 }
 
-fn worker_json((member, answer): &Answered) -> Value {
+fn worker_json(asked: &Answered) -> Value {
     let mut worker = json!({
-        "role": member.role.as_str(),
-        "id": member.id.to_string(),
-        "grpc": member.grpc,
-        "admin": member.admin,
-        "model": member.model,
+        "role": asked.role.as_str(),
+        "id": asked.id.to_string(),
+        "grpc": asked.at,
+        "admin": asked.admin,
+        "model": asked.model,
     });
-    match answer {
+    match &asked.answer {
         Ok(s) => {
             let b = s.blocks.unwrap_or_default();
             worker["state"] = state(s).into();
@@ -132,25 +150,11 @@ fn path_json(path: &v1::Path) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use baton_cluster::Role;
-
     use super::*;
 
-    fn member(id: u64, role: Role) -> Member {
-        Member {
-            id: WorkerId(id),
-            role,
-            grpc: format!("http://127.0.0.1:{id}"),
-            admin: String::new(),
-            model: "m".into(),
-            layout: 1,
-            block_size: 16,
-            blocks: 8,
-            window_tokens: 0,
-            max_running: 0,
-            context_tokens: 64,
-            draining: false,
-        }
+    fn asked(id: u64, role: Role, answer: anyhow::Result<v1::StatusResponse>) -> Answered {
+        let at = format!("http://127.0.0.1:{id}");
+        Answered { role, id: WorkerId(id), at, admin: String::new(), model: "m".into(), answer }
     }
 
     fn path(transport: &str, rate: Option<f64>, unused: &str) -> v1::Path {
@@ -171,7 +175,7 @@ mod tests {
         let peers = vec![v1::Peer { id: 2, paths: paths.clone() }, v1::Peer { id: 9, paths }];
         let status = v1::StatusResponse { peers, ..Default::default() };
         let gone = anyhow::anyhow!("no answer");
-        vec![(member(1, Role::Prefill), Ok(status)), (member(2, Role::Decode), Err(gone))]
+        vec![asked(1, Role::Prefill, Ok(status)), asked(2, Role::Decode, Err(gone))]
     }
 
     #[test]

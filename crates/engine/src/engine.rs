@@ -267,6 +267,13 @@ impl Engine {
         self.sequences.len() as u32 - self.running() - self.waiting() - self.receiving()
     }
 
+    /// Tokens that are to be computed here before their sequences can go on answering: of prompts, and of answers that lost their KV.
+    /// Takes a time that grows with the sequences.
+    pub fn queued_tokens(&self) -> u64 {
+        let waiting = self.waiting.iter().chain(&self.running).filter_map(|turn| self.sequences.get(&turn.seq));
+        waiting.map(Sequence::to_prefill).map(u64::from).sum()
+    }
+
     /// Steps planned so far.
     pub fn steps(&self) -> u64 {
         self.steps

@@ -222,6 +222,17 @@ impl Sequence {
         self.len() + self.flight.chosen - self.next_start()
     }
 
+    /// Tokens of its prompt, and of an answer that lost its KV, that are still to be computed here. The single token that a decode row
+    /// computes does not count, nor does what a peer computes or host memory has.
+    pub fn to_prefill(&self) -> u32 {
+        let elsewhere = matches!(self.phase, Phase::Waiting) && self.start == Start::Receive;
+        let comes = matches!(self.phase, Phase::Receiving(_) | Phase::Held(_));
+        if elsewhere || comes || self.swapped.is_some() {
+            return 0;
+        }
+        Some(self.lacks()).filter(|lacks| *lacks > 1).unwrap_or(0)
+    }
+
     /// Whether its next row must wait until the tokens that steps in flight sample are known.
     pub fn waits_for_tokens(&self) -> bool {
         self.flight.chosen > 0 && self.lacks() > 0 && self.params.looks_back()

@@ -251,3 +251,23 @@ proptest! {
         prop_assert!(told.into_iter().eq(0..start.div_ceil(block_size)));
     }
 }
+
+#[test]
+fn queued_tokens_are_those_that_are_to_be_computed_here() {
+    let mut rig = Rig::new(EngineConfig { chunk: 8, ..LIMITS }, 24);
+    assert_eq!(rig.engine.queued_tokens(), 0);
+    rig.submit(Start::Compute, 20, 4);
+    let held = rig.submit(Start::ComputeAndHold, 5, 4);
+    let arriving = rig.submit(Start::Receive, 16, 4);
+    assert_eq!(rig.engine.queued_tokens(), 25, "a peer computes the rest");
+    rig.step();
+    assert_eq!(rig.engine.queued_tokens(), 12, "a chunk of one, all of the other");
+    let step = rig.launch().unwrap();
+    assert_eq!(rig.engine.queued_tokens(), 4, "what is being computed waits no more");
+    rig.collect(step);
+    rig.step();
+    assert_eq!(rig.engine.queued_tokens(), 0, "a sequence that decodes waits for nothing");
+    rig.engine.release(held).unwrap();
+    rig.engine.kv_arrived(arriving, &first(0), &mut rig.events).unwrap();
+    assert_eq!(rig.engine.queued_tokens(), 0);
+}

@@ -13,12 +13,17 @@ impl PrefillRate {
     /// After this many further tokens, an earlier measurement counts for about a third (1/e).
     const MEMORY: f64 = 4096.0;
 
+    /// Tokens per second; zero before the first step.
+    pub(crate) fn get(&self) -> u64 {
+        (self.tokens / self.seconds.max(1e-9)) as u64
+    }
+
     /// Adds a step of `tokens` tokens that `took` this long. Returns the rate in tokens per second.
     pub(crate) fn add(&mut self, tokens: u64, took: Duration) -> u64 {
         let kept = (-(tokens as f64) / Self::MEMORY).exp();
         self.tokens = self.tokens * kept + tokens as f64;
         self.seconds = self.seconds * kept + took.as_secs_f64();
-        (self.tokens / self.seconds.max(1e-9)) as u64
+        self.get()
     }
 }
 

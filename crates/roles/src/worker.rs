@@ -13,6 +13,7 @@ use baton_handoff::TransferError;
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
+use crate::load::{InterToken, Load};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
 use crate::todo::Todo;
@@ -135,6 +136,7 @@ pub struct WorkerCore<R: RoleCore> {
     /// When the latest step was collected.
     last_end: Option<Time>,
     prefills: PrefillRate,
+    inter_token: InterToken,
     /// Why the model can compute nothing any more.
     lost: Option<RunError>,
     draining: bool,
@@ -155,6 +157,7 @@ impl<R: RoleCore> WorkerCore<R> {
             in_flight: VecDeque::new(),
             last_end: None,
             prefills: PrefillRate::default(),
+            inter_token: InterToken::default(),
             lost: None,
             draining: false,
             waits: false,
@@ -237,6 +240,13 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
+    /// What it has to do now.
+    pub fn load(&self, now: Time) -> Load {
+        let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prefills.get());
+        let ahead = if rate == 0 { 0.0 } else { queued_tokens as f64 / rate as f64 };
+        Load { queued_tokens, ahead: Duration::from_secs_f64(ahead), inter_token: self.inter_token.mean(now) }
+    }
+
     /// Launches another step if one more may be in flight and one can be planned. Otherwise waits for the oldest in
     /// flight.
     fn go_on(&mut self, now: Time, out: &mut Vec<Effect<R::Effect>>) {
@@ -291,6 +301,7 @@ impl<R: RoleCore> WorkerCore<R> {
             }
         }
         self.learn(prefilled, decoded, took);
+        self.inter_token.add(decoded, took, now);
         out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
         if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {

@@ -78,6 +78,15 @@ pub struct AdminServer {
     tasks: [JoinHandle<()>; 2],
 }
 
+/// What an admin endpoint serves besides health, readiness and metrics.
+#[derive(Clone, Debug, Default)]
+pub struct AdminRoutes {
+    /// For everybody who reaches it, as the metrics are.
+    pub open: Router,
+    /// For who has the token; without one, on loopback only.
+    pub guarded: Router,
+}
+
 #[derive(Clone)]
 struct AdminState {
     readiness: Readiness,
@@ -86,15 +95,15 @@ struct AdminState {
 }
 
 impl AdminServer {
-    /// Serves `/health`, `/ready`, `/metrics` and the routes of `extra` on `addr`. `extra` must not have those three. It needs
-    /// the token in `token_file`; without one it is served on loopback only. Port 0 takes a free one.
+    /// Serves `/health`, `/ready`, `/metrics` and `routes`, which must not have those three, on `addr`. The guarded ones need the token in
+    /// `token_file`. Port 0 takes a free one.
     pub async fn start(
         addr: SocketAddr,
         token_file: Option<PathBuf>,
         readiness: Readiness,
         metrics: MetricsHandle,
         shutdown: Shutdown,
-        extra: Router,
+        routes: AdminRoutes,
     ) -> Result<AdminServer, RuntimeError> {
         let listener = listen(addr, "--admin").await?;
         let addr = listener.local_addr().unwrap_or(addr);
@@ -104,7 +113,8 @@ impl AdminServer {
             .route("/ready", get(ready))
             .route("/metrics", get(render))
             .with_state(AdminState { readiness, metrics, shutdown })
-            .merge(extra.layer(middleware::from_fn_with_state(Arc::new(Guard::new(addr, token_file)), guard)));
+            .merge(routes.open)
+            .merge(routes.guarded.layer(middleware::from_fn_with_state(Arc::new(Guard::new(addr, token_file)), guard)));
         let router = router.layer(middleware::from_fn(occupy)).into_make_service_with_connect_info::<Caller>();
         let door = Door { listener, places: Places::new(CONNECTIONS) };
         let server = tokio::spawn(async move {

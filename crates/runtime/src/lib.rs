@@ -19,7 +19,7 @@ mod tasks;
 pub mod telemetry;
 pub mod tls;
 
-pub use admin::{AdminServer, Readiness, listen};
+pub use admin::{AdminRoutes, AdminServer, Readiness, listen};
 pub use command::{LoadedConfig, args, check_config, load, load_from};
 pub use config::{Bytes, Config, Parsed};
 pub use error::{Origin, RuntimeError};

@@ -22,6 +22,12 @@ pub const REQUESTS: &str = "baton_requests_total";
 pub const REQUESTS_IN_FLIGHT: &str = "baton_requests_in_flight";
 /// Gauge: requests waiting on a worker for their first step.
 pub const QUEUE_DEPTH: &str = "baton_queue_depth";
+/// Gauge: how loaded a worker is; 1 is its limit.
+pub const LOAD: &str = "baton_load";
+/// Gauge: prompt tokens that are to be computed on a worker.
+pub const QUEUED_TOKENS: &str = "baton_queued_tokens";
+/// Gauge, seconds: how long these will take, as predicted from the latest prompts.
+pub const QUEUE_SECONDS: &str = "baton_queue_seconds";
 /// Gauge: sequences in the running batch.
 pub const RUNNING: &str = "baton_running_sequences";
 /// Gauge by `state` (free, used, cached, lent, quarantined): blocks of the pool.
@@ -141,6 +147,13 @@ fn describe() {
     describe_counter!(REQUESTS, Unit::Count, "Requests that ended, by outcome.");
     describe_gauge!(REQUESTS_IN_FLIGHT, Unit::Count, "Requests that were received and have not ended.");
     describe_gauge!(QUEUE_DEPTH, Unit::Count, "Requests waiting for their first step.");
+    describe_gauge!(
+        LOAD,
+        Unit::Count,
+        "Largest share of what a worker is to keep: queue of the TTFT, ITL of its SLO, KV in use. 1: at its limit."
+    );
+    describe_gauge!(QUEUED_TOKENS, Unit::Count, "Prompt tokens that are to be computed.");
+    describe_gauge!(QUEUE_SECONDS, Unit::Seconds, "How long the queued tokens will take, as predicted.");
     describe_gauge!(RUNNING, Unit::Count, "Sequences in the running batch.");
     describe_gauge!(KV_BLOCKS, Unit::Count, "Blocks of the KV pool, by state.");
     describe_counter!(PREFIX_HIT_TOKENS, Unit::Count, "Prompt tokens whose KV was reused instead of computed.");

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::admin::{AdminServer, Readiness};
+use crate::admin::{AdminRoutes, AdminServer, Readiness};
 use crate::error::RuntimeError;
 use crate::shutdown::{Outcome, Shutdown};
 use crate::tasks::Tasks;
@@ -52,11 +52,11 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts logging, metrics, signal handling and the admin endpoint with the additional routes `extra`.
+    /// Starts logging, metrics, signal handling and the admin endpoint with the additional `routes`.
     pub async fn start(
         role: &'static str,
         config: &ProcessConfig,
-        extra: axum::Router,
+        routes: AdminRoutes,
     ) -> Result<Process, RuntimeError> {
         telemetry::init(role, &config.log, config.log_format);
         let metrics = crate::metrics::install()?;
@@ -65,7 +65,7 @@ impl Process {
         let readiness = Readiness::new("starting");
         let token = config.admin_token_file.clone();
         let admin =
-            AdminServer::start(config.admin, token, readiness.clone(), metrics, shutdown.clone(), extra).await?;
+            AdminServer::start(config.admin, token, readiness.clone(), metrics, shutdown.clone(), routes).await?;
         let tasks = Tasks::new(shutdown.clone());
         Ok(Process { shutdown, tasks, readiness, admin })
     }

@@ -31,7 +31,7 @@ fn as_child() {
 /// A component that drains at once, or never if `stuck`.
 #[tokio::main]
 async fn component(stuck: bool) {
-    let process = Process::start("toy", &ProcessConfig::default(), axum::Router::new()).await.unwrap();
+    let process = Process::start("toy", &ProcessConfig::default(), Default::default()).await.unwrap();
     let shutdown = process.shutdown.clone();
     process.tasks.spawn("work", async move {
         shutdown.draining().await;
@@ -144,9 +144,10 @@ async fn the_admin_endpoint_tells_health_readiness_and_metrics() {
     let readiness = Readiness::new("loading the model");
     let shutdown = Shutdown::new(std::time::Duration::from_secs(1));
     let metrics = baton_runtime::metrics::install().unwrap();
-    let extra = axum::Router::new().route("/extra", axum::routing::get(|| async { "more" }));
+    let route = |path| axum::Router::new().route(path, axum::routing::get(|| async { "more" }));
+    let routes = AdminRoutes { open: route("/open"), guarded: route("/extra") };
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
-    let server = AdminServer::start(any, None, readiness.clone(), metrics, shutdown.clone(), extra).await.unwrap();
+    let server = AdminServer::start(any, None, readiness.clone(), metrics, shutdown.clone(), routes).await.unwrap();
     let at = server.addr();
     assert_ne!(at.port(), 0);
     assert_eq!(get(at, "/health").await, (200, "alive\n".to_owned()));
@@ -156,7 +157,9 @@ async fn the_admin_endpoint_tells_health_readiness_and_metrics() {
     assert_eq!(get(at, "/ready").await.0, 200);
     metrics::counter!(baton_runtime::metrics::VERIFY_FAILURES).increment(1);
     assert!(get(at, "/metrics").await.1.contains("baton_verify_failures_total 1"));
-    assert_eq!(get(at, "/extra").await, (200, "more".to_owned()));
+    for path in ["/open", "/extra"] {
+        assert_eq!(get(at, path).await, (200, "more".to_owned()));
+    }
     assert_eq!(get(at, "/nothing").await.0, 404);
     shutdown.start("test");
     assert_eq!(get(at, "/ready").await, (503, "draining\n".to_owned()));

@@ -13,7 +13,8 @@ use baton_transfer::TransferError;
 use metrics::{counter, histogram};
 use tokio::sync::watch;
 
-use crate::report::report;
+use crate::report::Reporter;
+use crate::signals::{Signals, Slo};
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
@@ -109,13 +110,13 @@ impl<C> EngineHandle<C> {
 }
 
 /// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that a step may
-/// take; by default what suits the model's device.
-pub fn start<S: Shell>(
-    name: &str,
+/// take; by default what suits the model's device. The thread sends what autoscalers want to know to `signals`.
+pub(crate) fn start<S: Shell>(
     core: WorkerCore<S::Role>,
     runner: Box<dyn ModelRunner>,
     clock: Clock,
     timeout: Option<Duration>,
+    (slo, signals): (Slo, watch::Sender<Option<Signals>>),
     make: impl FnOnce(Commands<S::Command>) -> Result<S, WorkerError>,
 ) -> Result<EngineHandle<S::Command>, WorkerError> {
     let (messages, inbox) = channel();
@@ -124,8 +125,9 @@ pub fn start<S: Shell>(
     let handle = EngineHandle { commands: Commands(messages), snapshot, stall: stall.clone() };
     let shell = make(handle.commands())?;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
-    let thread = Thread { core, runner, shell, inbox, publish, watchdog, stall, clock, ended: false };
-    std::thread::Builder::new().name(name.to_owned()).spawn(move || thread.run())?;
+    let reporter = Reporter { snapshot: publish, signals, slo };
+    let thread = Thread { core, runner, shell, inbox, reporter, watchdog, stall, clock, ended: false };
+    std::thread::Builder::new().name("engine".to_owned()).spawn(move || thread.run())?;
     Ok(handle)
 }
 
@@ -134,7 +136,7 @@ struct Thread<S: Shell> {
     runner: Box<dyn ModelRunner>,
     shell: S,
     inbox: Receiver<Message<S::Command>>,
-    publish: watch::Sender<Snapshot>,
+    reporter: Reporter,
     watchdog: Watchdog,
     stall: Stall,
     clock: Clock,
@@ -146,15 +148,15 @@ type Out<S> = Effect<<<S as Shell>::Role as RoleCore>::Effect>;
 
 impl<S: Shell> Thread<S> {
     fn run(mut self) {
-        report(&self.core, &self.publish);
+        self.reporter.report(&self.core, self.clock.now());
         // The snapshot channel ends the loop: the shell holds a sender of its own, so the inbox alone never closes.
         // After a stall the loop ends too: the streams were already told, so nobody would hear of further steps.
-        while !self.publish.is_closed() && self.stall.get().is_none() && !self.ended {
+        while !self.reporter.snapshot.is_closed() && self.stall.get().is_none() && !self.ended {
             self.take_messages();
             // Before the step, which may take long: a worker that has taken a request must not look idle meanwhile.
-            report(&self.core, &self.publish);
+            self.reporter.report(&self.core, self.clock.now());
             self.feed(Input::Turn);
-            report(&self.core, &self.publish);
+            self.reporter.report(&self.core, self.clock.now());
         }
     }
 
@@ -301,7 +303,9 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), false);
         let (tell, effects) = channel();
         let clock = Clock::start();
-        let handle = start("engine", core, Box::new(runner), clock, None, |_| Ok(Telling(tell))).unwrap();
+        let slo = Slo { ttft: IDLE_TICK, itl: IDLE_TICK };
+        let report = (slo, watch::Sender::new(None));
+        let handle = start(core, Box::new(runner), clock, None, report, |_| Ok(Telling(tell))).unwrap();
         (handle, effects)
     }
 

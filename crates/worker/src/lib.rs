@@ -10,7 +10,7 @@
 //! - `node` → `load`, `settings`, `service`, `wire`; `node` → `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
-//! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`
+//! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
 //!
 //! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
 
@@ -33,6 +33,7 @@ mod report;
 mod service;
 mod serving;
 mod settings;
+mod signals;
 mod stream;
 mod swap;
 mod telemetry;
@@ -43,7 +44,7 @@ pub use choices::{BackendKind, Quantization};
 pub use config::{PackTokens, WorkerConfig};
 pub use convert::kv_converter;
 pub use door::{Door, incoming};
-pub use engine_thread::{Commands, EngineHandle, Shell, start};
+pub use engine_thread::{Commands, EngineHandle, Shell};
 pub use error::WorkerError;
 pub use load::{Ready, load_on_devices, open_model};
 pub use measure::{Loaded, load_on, load_on_gpu};

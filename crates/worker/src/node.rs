@@ -11,9 +11,10 @@ use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
 use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::tls::{TlsRole, alpn};
-use baton_runtime::{Outcome, Process, Tls};
+use baton_runtime::{AdminRoutes, Outcome, Process, Tls};
 use baton_types::{WorkerId, random_u64};
 use metrics::gauge;
+use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
@@ -21,6 +22,7 @@ use crate::door;
 use crate::load::{Ready, load};
 use crate::serving::Serving;
 use crate::settings::check_settings;
+use crate::signals::{self, Slo};
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// Most open HTTP/2 streams per connection (I5).
@@ -106,7 +108,9 @@ impl Node {
     ) -> Result<(), WorkerError> {
         check_settings(&config)?;
         let tls = Tls::open(&config.internal_tls)?;
-        let process = Process::start(N::ROLE.as_str(), &config.process, Default::default()).await?;
+        let (told, signals) = watch::channel(None);
+        let routes = AdminRoutes { open: signals::routes(signals), ..AdminRoutes::default() };
+        let process = Process::start(N::ROLE.as_str(), &config.process, routes).await?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
@@ -130,8 +134,9 @@ impl Node {
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
-        let handle =
-            engine_thread::start("engine", core, runner, clock, timeout, |commands| N::shell(&node, commands))?;
+        let slo = Slo { ttft: node.config.slo_ttft, itl: node.config.slo_itl };
+        let make = |commands| N::shell(&node, commands);
+        let handle = engine_thread::start(core, runner, clock, timeout, (slo, told), make)?;
         let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await

@@ -1,16 +1,44 @@
-//! Reports what a worker's core holds, as metrics and as snapshots.
+//! Reports what a worker's core holds: as metrics, as snapshots, as signals for autoscalers.
 
+use baton_engine::Time;
 use baton_roles::{RoleCore, Snapshot, WorkerCore};
 use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
-/// Publishes what the core holds now, if it has changed.
-pub(crate) fn report<R: RoleCore>(core: &WorkerCore<R>, publish: &watch::Sender<Snapshot>) {
-    let now = core.snapshot();
-    if *publish.borrow() == now {
-        return;
+use crate::signals::{Signals, Slo};
+
+/// Where the reports go.
+pub(crate) struct Reporter {
+    pub snapshot: watch::Sender<Snapshot>,
+    pub signals: watch::Sender<Option<Signals>>,
+    pub slo: Slo,
+}
+
+impl Reporter {
+    /// Publishes what the core holds now, if it has changed.
+    pub(crate) fn report<R: RoleCore>(&self, core: &WorkerCore<R>, now: Time) {
+        let snapshot = core.snapshot();
+        self.report_load(core, &snapshot, now);
+        if *self.snapshot.borrow() != snapshot {
+            report_engine(core, &snapshot);
+            // Last, so that whoever sees the new snapshot reads metrics at least as new.
+            self.snapshot.send_replace(snapshot);
+        }
     }
+
+    fn report_load<R: RoleCore>(&self, core: &WorkerCore<R>, snapshot: &Snapshot, now: Time) {
+        let signals = Signals::new(snapshot, &core.load(now), self.slo);
+        if *self.signals.borrow() != Some(signals) {
+            gauge!(names::LOAD).set(signals.load);
+            gauge!(names::QUEUED_TOKENS).set(signals.queued_tokens as f64);
+            gauge!(names::QUEUE_SECONDS).set(signals.queue_seconds);
+            self.signals.send_replace(Some(signals));
+        }
+    }
+}
+
+fn report_engine<R: RoleCore>(core: &WorkerCore<R>, now: &Snapshot) {
     let e = core.engine();
     let blocks = now.blocks;
     gauge!(names::RUNNING).set(now.running as f64);
@@ -38,6 +66,4 @@ pub(crate) fn report<R: RoleCore>(core: &WorkerCore<R>, publish: &watch::Sender<
     ] {
         gauge!(names::KV_BLOCKS, "state" => state).set(count as f64);
     }
-    // Last, so that whoever sees the new snapshot reads metrics at least as new.
-    publish.send_replace(now);
 }

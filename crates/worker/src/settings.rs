@@ -13,6 +13,8 @@ use crate::error::{WorkerError, check};
 const MIN_TTL: Duration = Duration::from_secs(1);
 /// Shortest allowed bound of transfers. A busy machine may need up to this long to wake a thread.
 const LEAST_HEARTBEAT: Duration = Duration::from_millis(10);
+/// Shortest time that a worker can be asked to keep.
+const LEAST_SLO: Duration = Duration::from_micros(100);
 /// Shortest allowed `step_timeout`: a large step can take this long.
 const LEAST_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -27,7 +29,8 @@ fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
     check(cpus.are_apart(&taken), "transfer_cpus", cpus, must)
 }
 
-/// Checks the bounds of transfers (I5): a bound of zero would fail every handoff, and one missed heartbeat does not mean a lost peer.
+/// Checks settings that are times. Of transfers (I5), a bound of zero would fail every handoff, and one missed heartbeat does not mean a
+/// lost peer.
 fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
     let bounds = [
         ("transfer_heartbeat", config.transfer_heartbeat, LEAST_HEARTBEAT),
@@ -35,6 +38,8 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
         ("transfer_room", config.transfer_room, LEAST_HEARTBEAT),
         ("transfer_handshake", config.transfer_handshake, LEAST_HEARTBEAT),
         ("transfer_idle", config.transfer_idle, LEAST_HEARTBEAT),
+        ("slo_ttft", config.slo_ttft, LEAST_SLO),
+        ("slo_itl", config.slo_itl, LEAST_SLO),
     ];
     for (field, value, least) in bounds {
         let must = match field {

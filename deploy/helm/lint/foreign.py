@@ -1,19 +1,28 @@
 """Kinds that Kubernetes itself does not have, and so no schema of its own: the fields that the chart sets in them, and whether what they
 point to is there. Used by tools/chart-lint."""
 
-# A shape: a constant, a type, {key: shape} with `?` behind keys that may be absent and no others, or [shape] for a list that has some.
+# A shape: a constant, a type, {key: shape} with `?` behind keys that may be absent and no others, [shape] for a list that has some,
+# or several shapes (in parentheses), one of which it must have.
 TEXTS = dict
 METADATA = {"name": str, "namespace": str, "labels": TEXTS, "annotations?": TEXTS}
 ENDPOINT = {"port": str, "path": "/metrics", "interval": str}
 SELECTOR = {"matchLabels": TEXTS, "matchExpressions?": [{"key": str, "operator": "In", "values": [str]}]}
 PARENT = {"name": str, "namespace?": str, "sectionName?": str, "port?": int, "group?": str, "kind?": str}
 BACKENDS = [{"name": str, "port": int}]
+SCALED = {"apiVersion": "apps/v1", "kind": "Deployment", "name": str}
+# KEDA takes all metadata of a trigger as text.
+BY_API = {"type": "metrics-api", "metadata": {"url": str, "valueLocation": "load", "aggregateFromKubeServiceEndpoints": "true",
+                                               "aggregationType": "sum", "targetValue": str}}
+BY_PROMETHEUS = {"type": "prometheus", "metadata": {"serverAddress": str, "query": str, "threshold": str}}
 ALERT = {"alert": str, "expr": str, "for?": str, "labels": {"severity": str}, "annotations": {"summary": str, "description": str}}
+KEDA = "keda.sh/v1alpha1"
 OPERATOR, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
 KINDS = {
     "PodMonitor": (OPERATOR, {"selector": SELECTOR, "podTargetLabels": [str], "podMetricsEndpoints": [ENDPOINT]}),
     "ServiceMonitor": (OPERATOR, {"selector": SELECTOR, "targetLabels": [str], "endpoints": [ENDPOINT]}),
     "PrometheusRule": (OPERATOR, {"groups": [{"name": str, "rules": [ALERT]}]}),
+    "ScaledObject": (KEDA, {"scaleTargetRef": SCALED, "pollingInterval": int, "minReplicaCount": int, "maxReplicaCount": int,
+                            "advanced?": {"horizontalPodAutoscalerConfig": {"behavior": dict}}, "triggers": [(BY_API, BY_PROMETHEUS)]}),
     "HTTPRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str],
                             "rules": [{"backendRefs": BACKENDS, "timeouts?": {"request": str}}]}),
     "GRPCRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str], "rules": [{"backendRefs": BACKENDS}]}),
@@ -31,6 +40,9 @@ def misfits(value, shape, path):
         yield from (f"{path}.{key} is missing" for key in shape if not key.endswith("?") and key not in value)
         for key in value.keys() & known.keys():
             yield from misfits(value[key], known[key], f"{path}.{key}")
+    elif isinstance(shape, tuple):
+        if all(list(misfits(value, one, path)) for one in shape):
+            yield f"{path}: {value!r} has none of {len(shape)} shapes"
     elif isinstance(shape, list):
         if not isinstance(value, list) or not value:
             yield f"{path}: {value!r} is not a list that has something"
@@ -66,12 +78,38 @@ def loose_ends(manifest, others):
         there = {(service["metadata"]["name"], port["port"]) for service in services for port in service["spec"]["ports"]}
         yield from (f"there is no Service {name} with port {port}" for name, port in backends if (name, port) not in there)
         return
+    elif kind == "ScaledObject":
+        yield from unscaled(spec, others, services)
+        return
     else:
         return
     for endpoint in endpoints:
         found = sum(endpoint["port"] in names for names in ports)
         if found != wanted or not wanted:
             yield f"port {endpoint['port']} is found {found} times, not {wanted}"
+
+
+def unscaled(spec, others, services):
+    """What a ScaledObject scales or asks and is not there."""
+    target = spec["scaleTargetRef"]
+    found = [other for other in others if (other["kind"], other["metadata"]["name"]) == (target["kind"], target["name"])]
+    if not found:
+        yield f"there is no {target['kind']} {target['name']}"
+        return
+    # The autoscaler's number would be set back by each upgrade.
+    if "replicas" in found[0]["spec"]:
+        yield f"{target['name']} says how many replicas it has"
+    for trigger in spec["triggers"]:
+        url = trigger["metadata"].get("url")
+        if url is None:
+            continue
+        host, port = url.removeprefix("http://").split("/")[0].split(":")
+        met = [service for service in services if f"{service['metadata']['name']}.{service['metadata']['namespace']}" == host]
+        if not met or met[0]["spec"]["ports"][0]["port"] != int(port):
+            yield f"there is no Service {host} with port {port}"
+        # KEDA asks all pods of the namespace for a Service without an address.
+        elif met[0]["spec"].get("clusterIP") == "None":
+            yield f"{host} has no address of its own"
 
 
 def problems(manifest, others):

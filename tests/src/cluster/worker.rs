@@ -8,9 +8,10 @@ use baton_proto::MeantFor;
 use baton_proto::v1::{self, worker_client::WorkerClient};
 
 use super::certificates::{channel, connect};
-use super::http::Metrics;
+use super::http::{Metrics, get};
 use super::{HANG, LOOK};
 use baton_types::WorkerId;
+use serde_json::Value;
 
 /// What a worker may take to answer before it counts as not there.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -35,6 +36,13 @@ impl Worker {
     /// What its admin endpoint says.
     pub fn metrics(&self) -> anyhow::Result<Metrics> {
         Metrics::of(self.member.admin.trim_start_matches("http://").parse()?)
+    }
+
+    /// What it tells autoscalers, at `/load` of its admin endpoint.
+    pub fn load(&self) -> anyhow::Result<Value> {
+        let (status, text) = get(self.member.admin.trim_start_matches("http://").parse()?, "/load")?;
+        ensure!(status == 200, "{status}: {text}");
+        Ok(serde_json::from_str(&text)?)
     }
 
     /// No sequence, and every block free or kept for its prefix only (I6).

@@ -62,6 +62,13 @@
     {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
       {{- fail (printf "%s.autoscaling.minReplicas is %d, more than maxReplicas, which is %d" $role (int .minReplicas) (int .maxReplicas)) -}}
     {{- end -}}
+    {{- $by := .by | default "cpu" -}}
+    {{- if and .enabled (hasPrefix "keda" $by) .metrics -}}
+      {{- fail (printf "%s.autoscaling.metrics are for a HorizontalPodAutoscaler, but by is %s; empty them, or set by to adapter" $role $by) -}}
+    {{- end -}}
+    {{- if and .enabled (eq $by "keda-prometheus") (not $.Values.keda.prometheus.serverAddress) -}}
+      {{- fail (printf "%s.autoscaling.by is keda-prometheus, but keda.prometheus.serverAddress is empty; set it to Prometheus's address" $role) -}}
+    {{- end -}}
   {{- end -}}
   {{- $none := list "0" "0%" -}}
   {{- if and (has (toString $c.rollout.maxSurge) $none) (has (toString $c.rollout.maxUnavailable) $none) -}}

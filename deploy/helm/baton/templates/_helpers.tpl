@@ -52,6 +52,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 
 {{/* Name, labels and namespace of a component's object. Takes root, role and, where the name ends otherwise, suffix. */}}
+{{- define "baton.loadQuery" -}}
+sum(baton_load{namespace="{{ .root.Release.Namespace }}",app_kubernetes_io_instance="{{ .root.Release.Name }}",app_kubernetes_io_component="{{ .role }}"})
+{{- end -}}
+
 {{- define "baton.metadata" -}}
 name: {{ include "baton.fullname" .root }}-{{ .suffix | default .role }}
 namespace: {{ .root.Release.Namespace }}
