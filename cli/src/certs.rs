@@ -7,9 +7,11 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use baton_runtime::tls::{Authority, CertificateFiles, TlsRole, write_private};
+use baton_runtime::tls::{Authority, CertificateFiles, TlsRole, newest_certificate, write_private};
 use baton_runtime::{Tls, TlsConfig};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+
+use crate::kubernetes::{self, Change, Holder, Wanted};
 
 /// How long certificates are good for, unless --days says otherwise.
 const DAYS: &str = "365";
@@ -30,7 +32,15 @@ pub fn command() -> Command {
              A new authority, without stopping anything: --new-ca, copy ca.pem everywhere; --renew, copy the other files; --drop-old-ca, \
              copy ca.pem.",
         )
-        .arg(Arg::new("folder").required(true).value_name("DIR").value_parser(value_parser!(PathBuf)).help("The folder"))
+        .arg(
+            Arg::new("folder")
+                .required_unless_present("secret")
+                .conflicts_with("secret")
+                .value_name("DIR")
+                .value_parser(value_parser!(PathBuf))
+                .help("The folder"),
+        )
+        .args(secret_args())
         .arg(Arg::new("cluster").long("cluster").value_name("NAME").default_value("default").help("Name of the cluster, for people"))
         .arg(
             Arg::new("days")
@@ -45,11 +55,55 @@ pub fn command() -> Command {
         .arg(switch("drop-old-ca", "Trusts only the newest authority from now on"))
 }
 
+/// Certificates as Secrets.
+fn secret_args() -> [Arg; 4] {
+    let arg = |name: &'static str| Arg::new(name).long(name).requires("secret").value_name("NAME");
+    let each = |name: &'static str, what: &'static str| {
+        arg(name).value_name(what).action(ArgAction::Append).value_parser(pair)
+    };
+    [
+        Arg::new("secret").long("secret").value_name("PREFIX").help(
+            "Instead of a folder: Secrets on Kubernetes, PREFIX-ROLE and PREFIX-ca. Makes what is missing, renews what has less than a third \
+             of its time left",
+        ),
+        arg("namespace").short('n').help("Their namespace [default: that of the kubeconfig's context, or of this pod]"),
+        each("server", "NAME=HOST,…").help("A certificate PREFIX-NAME for another server, such as etcd, known by these hosts; may be repeated"),
+        each("label", "KEY=VALUE").help("A label of the Secrets; may be repeated"),
+    ]
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("{text:?} has no ="))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// Makes Secrets.
+fn secrets(matches: &ArgMatches, prefix: &str, cluster: &str, days: u64) -> anyhow::Result<()> {
+    let pairs = |name: &str| matches.get_many::<(String, String)>(name).into_iter().flatten().cloned();
+    let servers = pairs("server")
+        .map(|(name, hosts)| Holder::Server { name, hosts: hosts.split(',').map(str::to_owned).collect() });
+    let changes =
+        [("renew", Change::Renew), ("new-ca", Change::NewAuthority), ("drop-old-ca", Change::DropOldAuthority)];
+    let wanted = Wanted {
+        prefix: prefix.to_owned(),
+        cluster: cluster.to_owned(),
+        holders: TlsRole::ALL.into_iter().map(Holder::Role).chain(servers).collect(),
+        days,
+        change: changes.into_iter().find(|(flag, _)| matches.get_flag(flag)).map_or(Change::Nothing, |found| found.1),
+        labels: pairs("label").collect(),
+    };
+    let namespace = matches.get_one::<String>("namespace").map(String::as_str);
+    crate::runtime()?.block_on(kubernetes::certs(&wanted, namespace))
+}
+
 /// Makes what is asked for.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
-    let folder = matches.get_one::<PathBuf>("folder").context("a folder is needed")?;
     let cluster = matches.get_one::<String>("cluster").context("a name is needed")?;
     let days = matches.get_one::<u64>("days").copied().unwrap_or(1);
+    if let Some(prefix) = matches.get_one::<String>("secret") {
+        return secrets(matches, prefix, cluster, days);
+    }
+    let folder = matches.get_one::<PathBuf>("folder").context("a folder is needed")?;
     let (bundle, key) = (folder.join("ca.pem"), folder.join("ca-key.pem"));
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder).with_context(|| folder.display().to_string())?;
     let read = |path: &Path| fs::read_to_string(path).with_context(|| path.display().to_string());
@@ -73,14 +127,13 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         }
     }
     let certificates = read(&bundle)?;
-    let end = certificates.find(END).map_or(certificates.len(), |at| at + END.len());
-    let newest = format!("{}\n", certificates[..end].trim_end());
+    let newest = newest_certificate(&certificates);
     if matches.get_flag("drop-old-ca") {
-        write_private(&bundle, &newest)?;
+        write_private(&bundle, newest)?;
         println!("{}: only the newest authority", bundle.display());
         return Ok(());
     }
-    let authority = Authority::from_pem(&read(&key)?, &newest, cluster)?;
+    let authority = Authority::from_pem(&read(&key)?, newest, cluster)?;
     let missing =
         |role: &TlsRole| matches.get_flag("renew") || !CertificateFiles::of(folder, *role).certificate.exists();
     let roles: Vec<TlsRole> = TlsRole::ALL.into_iter().filter(missing).collect();
@@ -94,9 +147,6 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     }
     Ok(())
 }
-
-/// Where a certificate ends in a bundle.
-const END: &str = "-----END CERTIFICATE-----";
 
 /// The files of a role as flags.
 pub fn flags(folder: &Path, role: TlsRole) -> Vec<String> {
@@ -124,14 +174,19 @@ impl OwnCertificates {
         let name = internal.map_or_else(|| format!("up-pid-{}", std::process::id()), |port| format!("up-{port}"));
         let folder = base()?.join(name);
         let _ = fs::remove_dir_all(&folder);
-        let parent = folder.parent().context("the folder is in one")?;
-        fs::create_dir_all(parent).with_context(|| parent.display().to_string())?;
-        fs::DirBuilder::new().mode(0o700).create(&folder).with_context(|| folder.display().to_string())?;
-        let own = OwnCertificates(folder);
+        let own = OwnCertificates::new(folder)?;
         let authority = Authority::new("up")?;
         write_private(&own.0.join("ca.pem"), authority.certificate())?;
         authority.write(&own.0, &TlsRole::ALL, 3650)?;
         Ok(own)
+    }
+
+    /// A new folder without any yet.
+    pub fn new(folder: PathBuf) -> anyhow::Result<OwnCertificates> {
+        let parent = folder.parent().context("the folder is in one")?;
+        fs::create_dir_all(parent).with_context(|| parent.display().to_string())?;
+        fs::DirBuilder::new().mode(0o700).create(&folder).with_context(|| folder.display().to_string())?;
+        Ok(OwnCertificates(folder))
     }
 
     /// The folder.

@@ -1,5 +1,6 @@
 //! A release of the Helm chart, by way of the Kubernetes API: its workloads, its pods, and what the workers in them say.
 
+mod certs;
 mod forward;
 mod leaving;
 mod scale;
@@ -15,16 +16,19 @@ use baton_runtime::Tls;
 use clap::{Arg, ArgMatches};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::api::ListParams;
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
 
+pub use certs::{Change, Holder, Wanted, certs};
 pub use scale::{drain, scale};
 pub use status::status;
 
 /// Longest wait for an answer of the Kubernetes API.
 const PATIENCE: Duration = Duration::from_secs(15);
+/// Annotation of the workloads: the Secret with the certificate for `baton status`, `scale` and `drain`.
+const OPERATOR_SECRET: &str = "baton/operator-secret";
 /// The port of workers for routers and operators, by the name that the chart gives it.
 const WORKER_PORT: &str = "grpc";
 
@@ -76,8 +80,25 @@ impl Release {
             config.read_timeout = Some(PATIENCE);
             let namespace = namespace.unwrap_or_else(|| config.default_namespace.clone());
             let client = Client::try_from(config).context("setting up the Kubernetes client")?;
-            Ok(Release { client, namespace, name, tls })
+            let mut release = Release { client, namespace, name, tls };
+            if release.tls.is_none() {
+                release.tls = release.own_certificate().await?;
+            }
+            Ok(release)
         })
+    }
+
+    /// The operator's certificate that the release has in a Secret; None where its processes have no TLS.
+    async fn own_certificate(&self) -> anyhow::Result<Option<Tls>> {
+        let deployment = self.workload(Role::Decode).await?.deployment;
+        let Some(secret) = deployment.metadata.annotations.as_ref().and_then(|all| all.get(OPERATOR_SECRET)) else {
+            return Ok(None);
+        };
+        let hint =
+            "the workers have TLS; be allowed to read the operator's certificate, or name a folder with one by --certs";
+        let read = answered(self.api::<Secret>().get(secret)).await;
+        let held = read.with_context(|| format!("reading Secret {secret}: {hint}"))?;
+        certs::operator(&held).with_context(|| format!("Secret {secret}")).map(Some)
     }
 
     fn api<K>(&self) -> Api<K>

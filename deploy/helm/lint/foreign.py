@@ -15,12 +15,16 @@ BY_API = {"type": "metrics-api", "metadata": {"url": str, "valueLocation": "load
                                                "aggregationType": "sum", "targetValue": str}}
 BY_PROMETHEUS = {"type": "prometheus", "metadata": {"serverAddress": str, "query": str, "threshold": str}}
 ALERT = {"alert": str, "expr": str, "for?": str, "labels": {"severity": str}, "annotations": {"summary": str, "description": str}}
-KEDA = "keda.sh/v1alpha1"
+ISSUER = {"name": str, "kind": str, "group": str}
+CERTIFICATE = {"secretName": str, "commonName": str, "duration": str, "usages": [str], "privateKey": {"algorithm": str, "rotationPolicy": str},
+               "issuerRef": ISSUER}
+KEDA, CERT_MANAGER = "keda.sh/v1alpha1", "cert-manager.io/v1"
 OPERATOR, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
 KINDS = {
     "PodMonitor": (OPERATOR, {"selector": SELECTOR, "podTargetLabels": [str], "podMetricsEndpoints": [ENDPOINT]}),
     "ServiceMonitor": (OPERATOR, {"selector": SELECTOR, "targetLabels": [str], "endpoints": [ENDPOINT]}),
     "PrometheusRule": (OPERATOR, {"groups": [{"name": str, "rules": [ALERT]}]}),
+    "Certificate": (CERT_MANAGER, (CERTIFICATE | {"uris": [str]}, CERTIFICATE | {"dnsNames": [str]})),
     "ScaledObject": (KEDA, {"scaleTargetRef": SCALED, "pollingInterval": int, "minReplicaCount": int, "maxReplicaCount": int,
                             "advanced?": {"horizontalPodAutoscalerConfig": {"behavior": dict}}, "triggers": [(BY_API, BY_PROMETHEUS)]}),
     "HTTPRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str],

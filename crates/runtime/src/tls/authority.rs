@@ -99,13 +99,28 @@ impl Authority {
     /// # Errors
     /// The cluster's name cannot be in a certificate.
     pub fn issue(&self, roles: &[TlsRole], days: u64) -> Result<Issued, RuntimeError> {
-        let mut params = CertificateParams::default();
         let names: Vec<_> = roles.iter().map(|role| role.name()).collect();
-        params.distinguished_name.push(DnType::CommonName, format!("baton {}", names.join(", ")));
-        for role in roles {
-            let uri = role.uri(&self.cluster);
-            params.subject_alt_names.push(SanType::URI(uri.try_into().map_err(failed)?));
-        }
+        let uri = |role: &TlsRole| Ok(SanType::URI(role.uri(&self.cluster).try_into().map_err(failed)?));
+        self.sign(&names.join(", "), roles.iter().map(uri).collect::<Result<_, RuntimeError>>()?, days)
+    }
+
+    /// A certificate of a server that is no process of Baton's, known by these host names and addresses, good for so many days. It gives no
+    /// role.
+    ///
+    /// # Errors
+    /// A name cannot be in a certificate.
+    pub fn issue_server(&self, name: &str, hosts: &[String], days: u64) -> Result<Issued, RuntimeError> {
+        let host = |host: &String| match host.parse() {
+            Ok(address) => Ok(SanType::IpAddress(address)),
+            Err(_) => Ok(SanType::DnsName(host.clone().try_into().map_err(failed)?)),
+        };
+        self.sign(name, hosts.iter().map(host).collect::<Result<_, RuntimeError>>()?, days)
+    }
+
+    fn sign(&self, name: &str, holders: Vec<SanType>, days: u64) -> Result<Issued, RuntimeError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, format!("baton {name}"));
+        params.subject_alt_names = holders;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         params.use_authority_key_identifier_extension = true;
@@ -128,6 +143,13 @@ impl Authority {
         }
         Ok(())
     }
+}
+
+/// The first certificate of a bundle, which is the newest authority's.
+pub fn newest_certificate(bundle: &str) -> &str {
+    const END: &str = "-----END CERTIFICATE-----";
+    let line = |at: usize| bundle[at..].find('\n').map_or(bundle.len(), |end| at + end + 1);
+    &bundle[..bundle.find(END).map_or(bundle.len(), line)]
 }
 
 /// Replaces a file that only its owner may read.

@@ -31,7 +31,7 @@ use self::verify::Peers;
 use crate::error::RuntimeError;
 use crate::shutdown::Shutdown;
 
-pub use authority::{Authority, CertificateFiles, Issued, write_private};
+pub use authority::{Authority, CertificateFiles, Issued, newest_certificate, write_private};
 pub use role::{TlsRole, TlsRoles};
 pub use stream::{TlsIo, TlsPeer};
 

@@ -15,6 +15,12 @@
 {{- if and (gt (int .Values.etcd.replicas) 1) (not .Values.etcd.persistence.enabled) -}}
   {{- fail (printf "etcd.replicas is %d, and a member of several must find its data again; set etcd.persistence.enabled to true, or etcd.replicas to 1" (int .Values.etcd.replicas)) -}}
 {{- end -}}
+{{- if and (eq .Values.tls.mode "cert-manager") (not .Values.tls.issuerRef.name) -}}
+  {{- fail "tls.mode is cert-manager, but tls.issuerRef.name is empty; name an Issuer of yours there" -}}
+{{- end -}}
+{{- if and (eq .Values.tls.mode "none") .Values.registry.tls -}}
+  {{- fail "registry.tls needs certificates, but tls.mode is none; set it to generated, cert-manager or given" -}}
+{{- end -}}
 {{- if and (eq .Values.modelCache.type "existing") (not .Values.modelCache.existing.claimName) -}}
   {{- fail "modelCache.type is existing, but modelCache.existing.claimName is empty; name your claim there" -}}
 {{- end -}}

@@ -3,7 +3,7 @@
 {{/* Ports of the containers: http and grpc for clients, the others for processes of the cluster. Each pod has its own address, so they need
 no choice. */}}
 {{- define "baton.ports" -}}
-{http: 8000, grpc: 8001, internal: 8002, transfer: 8003, admin: 9000}
+{http: 8000, grpc: 8001, internal: 8002, transfer: 8003, admin: 9000, etcd: 2379, etcdTls: 2378}
 {{- end -}}
 
 {{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
@@ -44,14 +44,16 @@ no choice. */}}
   http://{{ include "baton.fullname" .root }}-registry.{{ .root.Release.Namespace }}.svc:{{ (include "baton.ports" .root | fromYaml).internal }}
   {{- end -}}
 {{- else -}}
+  {{- $ports := include "baton.ports" .root | fromYaml -}}
+  {{- $secure := ternary $registry.tls (ne (include "baton.tls" .root) "none") (eq $registry.type "external") -}}
   {{- $endpoints := $registry.endpoints -}}
   {{- if eq $registry.type "etcd" -}}
     {{- $endpoints = list -}}
     {{- range include "baton.etcdHosts" .root | fromYamlArray -}}
-      {{- $endpoints = append $endpoints (printf "%s:2379" .) -}}
+      {{- $endpoints = append $endpoints (printf "%s:%v" . (get $ports (ternary "etcd" "etcdTls" (not $secure)))) -}}
     {{- end -}}
   {{- end -}}
-  etcd://{{ join "," $endpoints }}/{{ include "baton.cluster" .root }}
+  etcd{{ if $secure }}s{{ end }}://{{ join "," $endpoints }}/{{ include "baton.cluster" .root }}
 {{- end -}}
 {{- end -}}
 
@@ -98,6 +100,15 @@ no choice. */}}
 {{- end -}}
 {{- if eq .role "decode" -}}
   {{- $_ := set $settings "transfer" (printf "%s:%v" $any $ports.transfer) -}}
+{{- end -}}
+{{- $tls := include "baton.tls" .root -}}
+{{- if ne $tls "none" -}}
+  {{- range $setting, $file := dict "tls_cert" "tls.crt" "tls_key" "tls.key" "tls_ca" "ca.crt" -}}
+    {{- $_ := set $settings $setting (printf "%s/%s" (include "baton.tlsPath" $.root) $file) -}}
+  {{- end -}}
+  {{- if eq $tls "permissive" -}}
+    {{- $_ := set $settings "tls" "permissive" -}}
+  {{- end -}}
 {{- end -}}
 {{- $settings = mergeOverwrite $settings $c.config -}}
 {{- /* Without certificates the pods' network has to keep others away. */ -}}

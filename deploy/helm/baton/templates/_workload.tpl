@@ -12,10 +12,15 @@ apiVersion: apps/v1
 kind: Deployment
 metadata:
   {{- include "baton.metadata" . | nindent 2 }}
-  {{- if not $c.autoscaling.enabled }}
   annotations:
+    {{- if not $c.autoscaling.enabled }}
     {{ include "baton.replicasAnnotation" . }}: {{ int $c.replicas | quote }}
-  {{- end }}
+    {{- end }}
+    # What the next upgrade, and `baton status`, want to know.
+    baton/tls: {{ include "baton.tls" .root }}
+    {{- if ne (include "baton.tls" .root) "none" }}
+    baton/operator-secret: {{ include "baton.tlsPrefix" .root }}-operator
+    {{- end }}
 spec:
   {{- if not $c.autoscaling.enabled }}
   replicas: {{ include "baton.replicas" . }}
@@ -151,6 +156,9 @@ containers:
       {{- if $v.hub.token.secretName }}
       - {name: hub-token, mountPath: {{ include "baton.hubTokenPath" .root | dir }}, readOnly: true}
       {{- end }}
+      {{- if ne (include "baton.tls" .root) "none" }}
+      - {name: tls, mountPath: {{ include "baton.tlsPath" .root }}, readOnly: true}
+      {{- end }}
       {{- if and (eq .role "router") $v.keys.secretName }}
       # The folder, not the file alone: that would not change with the Secret.
       - {name: keys, mountPath: {{ include "baton.keysPath" .root | dir }}, readOnly: true}
@@ -172,6 +180,10 @@ volumes:
       secretName: {{ .secretName }}
       items: [{key: {{ .key | quote }}, path: {{ include "baton.hubTokenPath" $ | base }}}]
   {{- end }}
+  {{- end }}
+  {{- if ne (include "baton.tls" .root) "none" }}
+  - name: tls
+    secret: {secretName: {{ include "baton.tlsPrefix" .root }}-{{ .role }}}
   {{- end }}
   {{- if and (eq .role "router") $v.keys.secretName }}
   - name: keys
