@@ -54,7 +54,8 @@ pub(crate) fn registry_seeds() -> Vec<Vec<u8>> {
     };
     let (one, other) = (member(1, Role::Prefill), member(2, Role::Supervisor));
     let register = v1::RegisterRequest { member: Some(member_to_proto(one.clone())), ttl_ms: 5_000 };
-    let view = v1::View { revision: 3, members: vec![member_to_proto(one.clone()), member_to_proto(other)] };
+    let view =
+        v1::View { revision: 3, members: vec![member_to_proto(one.clone()), member_to_proto(other)], left: vec![7] };
     let json = serde_json::to_vec(&one).unwrap_or_default();
     let tagged = |tag: u8, bytes: Vec<u8>| [vec![tag], bytes].concat();
     vec![tagged(0, register.encode_to_vec()), tagged(1, view.encode_to_vec()), tagged(2, json)]

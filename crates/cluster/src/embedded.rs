@@ -239,7 +239,8 @@ impl v1::registry_server::Registry for EmbeddedService {
         let mut closed = shared.closed.subscribe();
         let views = WatchStream::new(shared.views.subscribe()).map(|view| {
             let members = view.members.iter().cloned().map(member_to_proto).collect();
-            Ok(v1::View { revision: view.revision, members })
+            let left = view.left.iter().map(|id| id.0).collect();
+            Ok(v1::View { revision: view.revision, members, left })
         });
         let end = async move {
             // An error means that the registry is gone, which ends the watch as well.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use baton_membership::{MAX_MEMBERS, Member};
+use baton_membership::{List, MAX_MEMBERS, Member};
 use baton_runtime::Tls;
 use baton_types::{ErrorKind, WorkerId};
 use etcd_client::{
@@ -234,7 +234,8 @@ impl EtcdFeed {
 
 impl Following {
     /// The first call returns the listed members; later calls wait for a change and return the members after it.
-    async fn next(&mut self) -> Result<Vec<Member>, ClusterError> {
+    async fn next(&mut self) -> Result<List, ClusterError> {
+        let mut left = Vec::new();
         let broken = |problem: String| ClusterError::Unavailable { registry: self.etcd.address.clone(), problem };
         while self.listed {
             let response = match self.events.message().await {
@@ -248,19 +249,20 @@ impl Following {
             }
             if !response.events().is_empty() {
                 for event in response.events() {
-                    apply(&self.etcd, &mut self.members, event);
+                    left.extend(apply(&self.etcd, &mut self.members, event));
                 }
                 break;
             }
         }
         self.listed = true;
-        Ok(self.members.values().cloned().collect())
+        Ok(List { members: self.members.values().cloned().collect(), left })
     }
 }
 
-fn apply(etcd: &Etcd, members: &mut BTreeMap<WorkerId, Member>, event: &etcd_client::Event) {
-    let Some(kv) = event.kv() else { return };
-    let Some(id) = etcd.id(kv.key()) else { return };
+/// Applies an event; returns the member that has left by it, having announced that before.
+fn apply(etcd: &Etcd, members: &mut BTreeMap<WorkerId, Member>, event: &etcd_client::Event) -> Option<WorkerId> {
+    let kv = event.kv()?;
+    let id = etcd.id(kv.key())?;
     let member = match event.event_type() {
         EventType::Put => etcd.member(kv),
         EventType::Delete => None,
@@ -270,8 +272,7 @@ fn apply(etcd: &Etcd, members: &mut BTreeMap<WorkerId, Member>, event: &etcd_cli
             members.insert(id, member);
         }
         Some(_) => warn!(%id, "ignoring a member beyond the {MAX_MEMBERS} of a cluster"),
-        None => {
-            members.remove(&id);
-        }
+        None => return members.remove(&id).filter(|member| member.draining).map(|_| id),
     }
+    None
 }

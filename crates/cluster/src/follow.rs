@@ -5,7 +5,7 @@
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use baton_membership::{Follow, FollowAction, FollowInput, FollowNews, Known, Member, OPEN, View};
+use baton_membership::{Follow, FollowAction, FollowInput, FollowNews, Known, List, OPEN, View};
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use tokio::sync::watch;
@@ -16,7 +16,7 @@ use crate::ViewReceiver;
 use crate::error::ClusterError;
 
 /// A stream of complete member lists, one per change.
-pub(crate) type Lists = BoxStream<'static, Result<Vec<Member>, ClusterError>>;
+pub(crate) type Lists = BoxStream<'static, Result<List, ClusterError>>;
 
 /// The source of the lists: the part that differs between registries.
 pub(crate) trait Feed: Send + 'static {
@@ -94,13 +94,13 @@ async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
 }
 
 /// Opens the feed and waits for its first list.
-async fn opened<F: Feed>(feed: &mut F, registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, ClusterError> {
+async fn opened<F: Feed>(feed: &mut F, registry: &str, lists: &mut Option<Lists>) -> Result<List, ClusterError> {
     *lists = None;
     *lists = Some(feed.open().await?);
     next(registry, lists).await
 }
 
-async fn next(registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, ClusterError> {
+async fn next(registry: &str, lists: &mut Option<Lists>) -> Result<List, ClusterError> {
     let list = match lists {
         Some(lists) => lists.next().await,
         None => None,
@@ -108,9 +108,9 @@ async fn next(registry: &str, lists: &mut Option<Lists>) -> Result<Vec<Member>, 
     list.unwrap_or_else(|| Err(broken(registry, "it ended the watch".to_owned())))
 }
 
-fn said(list: Result<Vec<Member>, ClusterError>) -> (FollowInput, Option<ClusterError>) {
+fn said(list: Result<List, ClusterError>) -> (FollowInput, Option<ClusterError>) {
     match list {
-        Ok(members) => (FollowInput::Listed(members), None),
+        Ok(list) => (FollowInput::Listed(list), None),
         Err(error) => (FollowInput::Lost, Some(error)),
     }
 }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use baton_membership::Member;
+use baton_membership::{List, Member};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_runtime::Tls;
 use baton_runtime::tls::{TlsRole, alpn, dial};
-use baton_types::ErrorKind;
+use baton_types::{ErrorKind, WorkerId};
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use hyper_util::rt::TokioIo;
@@ -137,7 +137,11 @@ impl Feed for RemoteFeed {
         let client = self.0.clone();
         let views = self.0.grpc.watch(v1::WatchRequest {}).await.map_err(|s| client.error(&s))?.into_inner();
         let lists = views.map(move |view| match view {
-            Ok(view) => view.members.into_iter().map(|m| Ok(member_from_proto(m)?)).collect(),
+            Ok(v1::View { members, left, .. }) => {
+                let members: Result<Vec<Member>, ClusterError> =
+                    members.into_iter().map(|m| Ok(member_from_proto(m)?)).collect();
+                Ok(List { members: members?, left: left.into_iter().map(WorkerId).collect() })
+            }
             Err(status) => Err(client.error(&status)),
         });
         Ok(lists.boxed())

@@ -91,7 +91,8 @@ mod tests {
             draining: true,
             ..member_to_proto(member(u64::MAX))
         };
-        let view = v1::View { revision: u64::MAX, members: vec![largest; MAX_MEMBERS] };
+        let view =
+            v1::View { revision: u64::MAX, members: vec![largest; MAX_MEMBERS], left: vec![u64::MAX; MAX_MEMBERS] };
         assert!(view.encoded_len() < 4 << 20, "{}", view.encoded_len());
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::backoff::Backoff;
 use crate::known::Known;
-use crate::member::{Member, View};
+use crate::member::{List, View};
 
 /// How long opening a feed may take, its first list included.
 pub const OPEN: Duration = Duration::from_secs(5);
@@ -16,7 +16,7 @@ pub const OPEN: Duration = Duration::from_secs(5);
 #[derive(Clone, PartialEq, Debug)]
 pub enum FollowInput {
     /// The feed gave the registry's whole list of members.
-    Listed(Vec<Member>),
+    Listed(List),
     /// The feed could not be opened, failed or ended.
     Lost,
     /// The time given with the latest action may have come.
@@ -93,7 +93,7 @@ impl Follow {
     /// Takes one input and returns the action that replaces the previous one. None: continue with the previous action.
     pub fn step(&mut self, input: FollowInput, now: Instant) -> Option<FollowAction> {
         match (self.phase, input) {
-            (Phase::Opening { .. } | Phase::Listening, FollowInput::Listed(members)) => Some(self.listed(members, now)),
+            (Phase::Opening { .. } | Phase::Listening, FollowInput::Listed(list)) => Some(self.listed(list, now)),
             (Phase::Opening { .. } | Phase::Listening, FollowInput::Lost) => Some(self.lost(now)),
             (Phase::Opening { until }, FollowInput::Wake) if now >= until => Some(self.lost(now)),
             (Phase::Listening, FollowInput::Wake) => {
@@ -109,12 +109,12 @@ impl Follow {
         }
     }
 
-    fn listed(&mut self, members: Vec<Member>, now: Instant) -> FollowAction {
+    fn listed(&mut self, list: List, now: Instant) -> FollowAction {
         if !self.backoff.is_fresh() {
-            self.news = Some(FollowNews::Back { members: members.len() });
+            self.news = Some(FollowNews::Back { members: list.members.len() });
         }
         self.backoff.reset();
-        self.known.list(members, now);
+        self.known.list(list, now);
         self.phase = Phase::Listening;
         self.listen()
     }
@@ -152,7 +152,7 @@ mod tests {
         let (mut follow, first) = Follow::start(1, now);
         assert_eq!(first, FollowAction::Open { until: now + OPEN });
         assert!(follow.view().stale);
-        let listen = follow.step(FollowInput::Listed(vec![member(1), member(2)]), now);
+        let listen = follow.step(FollowInput::Listed(vec![member(1), member(2)].into()), now);
         assert_eq!((listen, follow.take_news()), (Some(FollowAction::Listen { until: None }), None));
         let mut news = Vec::new();
         let mut lost = follow.step(FollowInput::Lost, now);
@@ -173,13 +173,13 @@ mod tests {
     fn members_that_do_not_come_back_are_let_go_in_time() {
         let now = Instant::now();
         let (mut follow, _) = Follow::start(1, now);
-        follow.step(FollowInput::Listed(vec![member(1), member(2)]), now);
+        follow.step(FollowInput::Listed(vec![member(1), member(2)].into()), now);
         let Some(FollowAction::Wait { until: now }) = follow.step(FollowInput::Lost, now) else { panic!("no wait") };
         follow.step(FollowInput::Wake, now);
         follow.take_news();
         let settles = now + SETTLE;
         let listen = FollowAction::Listen { until: Some(settles) };
-        assert_eq!(follow.step(FollowInput::Listed(vec![member(2)]), now), Some(listen));
+        assert_eq!(follow.step(FollowInput::Listed(vec![member(2)].into()), now), Some(listen));
         assert_eq!(follow.take_news(), Some(FollowNews::Back { members: 1 }));
         assert_eq!(ids(&follow), [1, 2]);
         assert_eq!(follow.step(FollowInput::Wake, now), Some(listen), "not yet");

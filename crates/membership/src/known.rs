@@ -5,15 +5,15 @@
 //! - Its lease may have run out because it could not reach the registry.
 //! - A registry that comes back may have forgotten it, and it is about to register again.
 //!
-//! So members that vanish from the list are kept for [`SETTLE`] longer. Draining members and supervisors are kept only if
-//! they vanished in an outage. Connections to kept workers tell whether these still work.
+//! So members that vanish from the list are kept for [`SETTLE`] longer, unless the registry says that they have left. Draining members and
+//! supervisors are kept only if they vanished in an outage. Connections to kept workers tell whether these still work.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use baton_types::WorkerId;
 
-use crate::member::{MAX_MEMBERS, Member, Role, View};
+use crate::member::{List, MAX_MEMBERS, Member, Role, View};
 
 /// How long members that vanished from the registry are kept. Longer than a living member needs to register again.
 pub const SETTLE: Duration = Duration::from_secs(10);
@@ -38,7 +38,9 @@ impl Known {
     }
 
     /// Takes in the registry's whole list.
-    pub fn list(&mut self, members: Vec<Member>, now: Instant) {
+    pub fn list(&mut self, list: impl Into<List>, now: Instant) {
+        let List { members, left } = list.into();
+        let left: BTreeSet<WorkerId> = left.into_iter().collect();
         let before = std::mem::take(&mut self.listed);
         self.listed = members.into_iter().map(|m| (m.id, m)).collect();
         let outage = std::mem::replace(&mut self.stale, false);
@@ -47,15 +49,17 @@ impl Known {
             // No member could register during the outage, so each gets the full time again.
             self.kept.values_mut().for_each(|(_, kept)| *kept = until);
         }
-        let vanished = before.iter().filter(|(id, _)| !self.listed.contains_key(id));
+        let vanished = before.iter().filter(|(id, _)| !self.listed.contains_key(id) && !left.contains(id));
         let kept = vanished.filter(|(_, m)| outage || !m.draining && m.role != Role::Supervisor);
         self.kept.extend(kept.map(|(id, m)| (*id, (m.clone(), until))));
-        self.kept.retain(|id, _| !self.listed.contains_key(id));
+        let kept = self.kept.len();
+        self.kept.retain(|id, _| !self.listed.contains_key(id) && !left.contains(id));
+        let fewer = self.kept.len() < kept;
         while self.kept.len() > MAX_MEMBERS {
             self.kept.pop_first(); // I5
         }
         self.last_update = Some(now);
-        self.revision += u64::from(outage || before != self.listed);
+        self.revision += u64::from(outage || fewer || before != self.listed);
     }
 
     /// Records that the registry no longer responds.
@@ -84,7 +88,7 @@ impl Known {
         let kept = self.kept.values().map(|(member, _)| member);
         let mut members: Vec<Member> = self.listed.values().chain(kept).cloned().collect();
         members.sort_by_key(|m| m.id);
-        View { revision: self.revision, members, stale: self.stale, last_update: self.last_update }
+        View { revision: self.revision, members, left: Vec::new(), stale: self.stale, last_update: self.last_update }
     }
 }
 
@@ -129,6 +133,25 @@ mod tests {
         assert_eq!(ids(&known), [1, 2], "1 is back, and 2 has time left");
         known.settle(t0 + SETTLE * 3 / 2);
         assert_eq!(ids(&known), [1]);
+    }
+
+    /// The list before may have come before it was draining.
+    #[test]
+    fn a_worker_that_has_left_is_not_kept() {
+        let (mut known, t0) = (Known::new(), Instant::now());
+        let left = |members, left| List { members, left };
+        known.list(vec![member(1), member(2)], t0);
+        known.list(left(vec![member(2)], vec![WorkerId(1)]), t0);
+        assert_eq!((ids(&known), known.view().revision), (vec![2], 2));
+        known.list(left(vec![], vec![WorkerId(1)]), t0);
+        assert_eq!(ids(&known), [2], "it vanished");
+        known.list(left(vec![], vec![WorkerId(1), WorkerId(2)]), t0);
+        assert_eq!((ids(&known), known.view().revision), (vec![], 4), "it was leaving, and its lease ran out first");
+        known.list(left(vec![member(3)], vec![WorkerId(3)]), t0);
+        assert_eq!(ids(&known), [3], "who is on the list is there");
+        known.lose();
+        known.list(left(vec![], vec![WorkerId(3)]), t0);
+        assert_eq!(ids(&known), [0; 0], "nor is it kept after an outage");
     }
 
     #[test]

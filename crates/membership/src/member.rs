@@ -123,10 +123,29 @@ pub struct View {
     pub revision: u64,
     /// Sorted by id.
     pub members: Vec<Member>,
+    /// In a registry's own view: who has left of itself in the last minute. Others may not see each change, and so may not see that a member
+    /// was draining before it was gone.
+    pub left: Vec<WorkerId>,
     /// True while the registry does not respond: this is the last known view (I7).
     pub stale: bool,
     /// In a watcher's view, when the registry's last list came; `None`: never. In a registry's own view, when it last changed.
     pub last_update: Option<Instant>,
+}
+
+/// What a registry says: everybody.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct List {
+    /// All members.
+    pub members: Vec<Member>,
+    /// Who has left of itself lately.
+    pub left: Vec<WorkerId>,
+}
+
+impl From<Vec<Member>> for List {
+    /// A list on which nobody has left.
+    fn from(members: Vec<Member>) -> List {
+        List { members, left: Vec::new() }
+    }
 }
 
 impl View {

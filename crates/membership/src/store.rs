@@ -84,7 +84,8 @@ impl Store {
     /// All members, sorted by id. The revision grows by one with every call that changes members.
     pub fn view(&self) -> View {
         let members = self.entries.values().map(|e| e.member.clone()).collect();
-        View { revision: self.revision, members, stale: false, last_update: Some(self.last_change) }
+        let left = self.left.iter().map(|(id, _)| *id).collect();
+        View { revision: self.revision, members, left, stale: false, last_update: Some(self.last_change) }
     }
 
     fn note(&mut self, changed: bool, now: Instant) {

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use baton_membership::{FollowAction, Member, RenewalInput};
+use baton_membership::{FollowAction, RenewalInput};
 use baton_policy::Broken;
 use baton_types::WorkerId;
 
 use crate::control::Link;
-use crate::membership::Request;
+use crate::membership::{Request, Sent};
 use crate::stream::Micros;
 
 /// Index of a process among those of its kind.
@@ -153,7 +153,11 @@ pub(crate) enum Event {
         router: Place,
         life: Life,
         feed: u64,
-        members: Option<Vec<Member>>,
+        sent: Option<Sent>,
+    },
+    ListDue {
+        router: Place,
+        feed: u64,
     },
     RegistryBack,
     // Workers.

@@ -1,10 +1,10 @@
 //! The registry, the workers that register with it and the routers that watch it. The store, the renewals and the followers are the
 //! real ones; this file is the network between them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use baton_membership::{FollowAction, FollowInput, Member, Renewal, RenewalAction, RenewalInput, Role, Store};
+use baton_membership::{FollowAction, FollowInput, List, Member, Renewal, RenewalAction, RenewalInput, Role, Store};
 use baton_types::WorkerId;
 
 use crate::Violation;
@@ -24,12 +24,15 @@ pub(crate) struct Registry {
     pub shaken_until: Micros,
     /// Open watches, by router.
     feeds: BTreeMap<Place, Feed>,
+    /// Who has left of itself since the registry began.
+    left: BTreeSet<WorkerId>,
     now: Micros,
 }
 
 impl Registry {
     pub(crate) fn new(now: Instant) -> Registry {
-        Registry { store: Store::new(now), down_until: None, shaken_until: 0, feeds: BTreeMap::new(), now: 0 }
+        let (feeds, left) = Default::default();
+        Registry { store: Store::new(now), down_until: None, shaken_until: 0, feeds, left, now: 0 }
     }
 
     pub(crate) fn is_up(&self) -> bool {
@@ -48,7 +51,20 @@ struct Feed {
     life: Life,
     number: u64,
     last: Micros,
+    /// A list is to be sent soon. It has all changes until then.
+    due: bool,
 }
+
+/// A list on its way to a router.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    list: List,
+    /// Who had left of itself by then.
+    left: BTreeSet<WorkerId>,
+}
+
+/// How long the registry waits at times for further changes before it sends a list, as a busy process does.
+const GATHERS: Micros = 5_000;
 
 /// A worker's registration.
 pub(crate) struct Registration {
@@ -160,6 +176,7 @@ impl World {
             }
             (true, Request::Deregister(id)) => {
                 let now = self.clock_now(Process::Registry);
+                self.registry.left.insert(id);
                 if self.registry.store.remove(id, now) {
                     self.publish();
                 }
@@ -193,6 +210,21 @@ impl World {
     /// Sends the list of members to every router that watches.
     fn publish(&mut self) {
         for router in self.registry.feeds.keys().copied().collect::<Vec<_>>() {
+            let gathers = self.now.is_multiple_of(2);
+            let Some(feed) = self.registry.feeds.get_mut(&router) else { continue };
+            if gathers && !feed.due {
+                feed.due = true;
+                self.events.plan(self.now + GATHERS, Event::ListDue { router, feed: feed.number });
+            } else if !feed.due {
+                self.send_list(router);
+            }
+        }
+    }
+
+    /// Sends the list that was to be sent soon.
+    pub(crate) fn list_due(&mut self, router: Place, number: u64) {
+        let feed = self.registry.feeds.get_mut(&router).filter(|feed| feed.number == number);
+        if feed.is_some_and(|feed| std::mem::take(&mut feed.due)) {
             self.send_list(router);
         }
     }
@@ -200,11 +232,13 @@ impl World {
     fn send_list(&mut self, router: Place) {
         let at = self.now + self.faults.delay(&mut self.random);
         let at = self.apart(Process::Router(router), Process::Registry).map_or(at, |until| until + 1);
-        let members = Some(self.registry.store.view().members);
+        let view = self.registry.store.view();
+        let list = List { members: view.members, left: view.left };
+        let sent = Some(Sent { list, left: self.registry.left.clone() });
         let Some(feed) = self.registry.feeds.get_mut(&router) else { return };
         feed.last = feed.last.max(at);
-        let Feed { life, number, last } = *feed;
-        self.events.plan(last, Event::Listed { router, life, feed: number, members });
+        let Feed { life, number, last, .. } = *feed;
+        self.events.plan(last, Event::Listed { router, life, feed: number, sent });
     }
 
     /// Carries out an action of a router's follower.
@@ -240,22 +274,32 @@ impl World {
             return;
         }
         if self.registry.is_up() {
-            self.registry.feeds.insert(router, Feed { life, number: feed, last: self.now });
+            self.registry.feeds.insert(router, Feed { life, number: feed, last: self.now, due: false });
             return self.send_list(router);
         }
         let at = self.now + self.faults.delay(&mut self.random);
-        self.events.plan(at, Event::Listed { router, life, feed, members: None });
+        self.events.plan(at, Event::Listed { router, life, feed, sent: None });
     }
 
     /// A router receives a list, or learns that its watch has ended (None).
-    pub(crate) fn listed(&mut self, router: Place, feed: u64, members: Option<Vec<Member>>) {
-        if self.routers[router].feed == feed {
-            let listed = members.as_ref().map(|members| members.iter().map(|member| member.id).collect::<Vec<_>>());
-            self.follow_on(router, members.map_or(FollowInput::Lost, FollowInput::Listed));
-            let view = self.routers[router].follow.view();
-            if listed.is_some_and(|listed| view.members.iter().any(|member| !listed.contains(&member.id))) {
-                self.milestone("member-kept", Process::Router(router));
-            }
+    pub(crate) fn listed(&mut self, router: Place, feed: u64, sent: Option<Sent>) -> Result<(), Violation> {
+        if self.routers[router].feed != feed {
+            return Ok(());
+        }
+        let Some(Sent { list, left }) = sent else {
+            self.follow_on(router, FollowInput::Lost);
+            return Ok(());
+        };
+        let listed: Vec<WorkerId> = list.members.iter().map(|member| member.id).collect();
+        self.follow_on(router, FollowInput::Listed(list));
+        let view = self.routers[router].follow.view();
+        let mut kept = view.members.iter().map(|member| member.id).filter(|id| !listed.contains(id)).peekable();
+        if kept.peek().is_some() {
+            self.milestone("member-kept", Process::Router(router));
+        }
+        match kept.find(|id| left.contains(id)) {
+            Some(id) => Err(self.violation("I7", format!("router {router} keeps {id}, which has left"))),
+            None => Ok(()),
         }
     }
 
@@ -283,10 +327,11 @@ impl World {
         self.registry.shaken_until = until + 10_000_000;
         if emptied {
             self.registry.store = Store::new(self.clock_now(Process::Registry));
+            self.registry.left.clear();
         }
-        for (router, Feed { life, number, last }) in std::mem::take(&mut self.registry.feeds) {
+        for (router, Feed { life, number, last, .. }) in std::mem::take(&mut self.registry.feeds) {
             let at = (self.now + self.faults.delay(&mut self.random)).max(last);
-            self.events.plan(at, Event::Listed { router, life, feed: number, members: None });
+            self.events.plan(at, Event::Listed { router, life, feed: number, sent: None });
         }
         self.events.plan(until, Event::RegistryBack);
     }

@@ -363,7 +363,8 @@ impl World {
             Event::Follow { router, life, action } => self.follow(router, life, action),
             Event::FollowWake { router, .. } => self.follow_on(router, FollowInput::Wake),
             Event::Watch { router, life, feed } => self.watch(router, life, feed),
-            Event::Listed { router, feed, members, .. } => self.listed(router, feed, members),
+            Event::Listed { router, feed, sent, .. } => return self.listed(router, feed, sent),
+            Event::ListDue { router, feed } => self.list_due(router, feed),
             Event::RegistryBack => self.registry_back(),
             Event::EngineTurn { process: Process::Prefill(place), .. } => {
                 return self.engine_turn::<PrefillHost>(place);
