@@ -48,7 +48,7 @@ fn the_load_of_workers_follows_what_they_have_to_do() -> anyhow::Result<()> {
     ensure!((0.0..=1.0).contains(&number(&decode, "kv_in_use")), "{decode}");
     for answer in asked {
         let answer = cluster.block_on(answer)??;
-        ensure!(answer.tokens.len() == 20, "{answer:?}");
+        ensure!(answer.ids.len() == 20, "{answer:?}");
     }
     cluster.wait_idle()?;
     let prefill =

@@ -9,8 +9,8 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use baton_runtime::{
-    AdminServer, LogFilter, LogFormat, Process, ProcessConfig, Readiness, RuntimeError, Shutdown, die_with_parent,
-    listen, telemetry,
+    AdminRoutes, AdminServer, LogFilter, LogFormat, Process, ProcessConfig, Readiness, RuntimeError, Shutdown,
+    die_with_parent, listen, telemetry,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -241,6 +241,7 @@ mod tests {
     use baton_types::{ErrorKind, PoolGeometry, RequestId, SamplingParams, TokenOut};
 
     use super::*;
+    use crate::signals::unheard;
 
     /// Fails every step; after this many failures it is lost for good.
     struct Failing(u32);
@@ -303,9 +304,7 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), false);
         let (tell, effects) = channel();
         let clock = Clock::start();
-        let slo = Slo { ttft: IDLE_TICK, itl: IDLE_TICK };
-        let report = (slo, watch::Sender::new(None));
-        let handle = start(core, Box::new(runner), clock, None, report, |_| Ok(Telling(tell))).unwrap();
+        let handle = start(core, Box::new(runner), clock, None, unheard(), |_| Ok(Telling(tell))).unwrap();
         (handle, effects)
     }
 

@@ -46,7 +46,7 @@ impl Signals {
     pub(crate) fn new(snapshot: &Snapshot, load: &Load, slo: Slo) -> Signals {
         let blocks = snapshot.blocks;
         let busy = blocks.used + blocks.lent + blocks.quarantined;
-        let kv_in_use = f64::from(busy) / f64::from(busy + blocks.free + blocks.cached).max(1.0);
+        let kv_in_use = f64::from(busy) / f64::from(blocks.total).max(1.0);
         let (queue_seconds, inter_token_seconds) = (load.ahead.as_secs_f64(), load.inter_token.as_secs_f64());
         let shares = [queue_seconds / slo.ttft.as_secs_f64(), inter_token_seconds / slo.itl.as_secs_f64(), kv_in_use];
         Signals {
@@ -74,6 +74,12 @@ async fn tell(State(signals): State<watch::Receiver<Option<Signals>>>) -> Respon
     }
 }
 
+/// Signals that nobody hears.
+#[cfg(test)]
+pub(crate) fn unheard() -> (Slo, watch::Sender<Option<Signals>>) {
+    (Slo { ttft: Duration::from_secs(1), itl: Duration::from_secs(1) }, watch::Sender::new(None))
+}
+
 #[cfg(test)]
 mod tests {
     use baton_engine::BlockCounts;
@@ -83,7 +89,7 @@ mod tests {
     #[test]
     fn the_load_is_the_largest_share() {
         let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(50) };
-        let blocks = BlockCounts { free: 10, used: 20, cached: 60, lent: 6, quarantined: 4 };
+        let blocks = BlockCounts { total: 100, free: 10, used: 20, cached: 60, lent: 6, quarantined: 4 };
         let snapshot = Snapshot { running: 3, waiting: 2, blocks, ..Snapshot::default() };
         let of = |ahead, itl| {
             let (ahead, inter_token) = (Duration::from_millis(ahead), Duration::from_millis(itl));
@@ -93,7 +99,7 @@ mod tests {
         assert_eq!((calm.load, calm.kv_in_use, calm.queued_tokens), (0.3, 0.3, 7));
         assert_eq!((calm.running, calm.waiting), (3, 2));
         assert_eq!((of(3000, 5).load, of(3000, 5).queue_seconds), (1.5, 3.0));
-        assert_eq!((of(100, 40).load, of(100, 40).inter_token_seconds), (0.8, 0.04));
+        assert_eq!((of(100, 75).load, of(100, 75).inter_token_seconds), (1.5, 0.075));
         let empty = Signals::new(&Snapshot::default(), &Load::default(), slo);
         assert_eq!(empty.load, 0.0, "a pool of no blocks is not used");
     }

@@ -184,7 +184,9 @@ mod tests {
     use tokio_stream::StreamExt;
 
     use super::*;
-    use crate::{Clock, Shell, start};
+    use crate::engine_thread::start;
+    use crate::signals::unheard;
+    use crate::{Clock, Shell};
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -308,7 +310,8 @@ mod tests {
         let (tell, told) = std_mpsc::channel();
         let model = wrap(FakeModel::new(geometry, 50));
         (
-            start("test", core, model, Clock::start(), Some(timeout), |_| Ok(Probe(tell, Streams::default()))).unwrap(),
+            start(core, model, Clock::start(), Some(timeout), unheard(), |_| Ok(Probe(tell, Streams::default())))
+                .unwrap(),
             told,
         )
     }

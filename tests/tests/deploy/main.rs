@@ -242,7 +242,9 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
                 assert_eq!(set["spec"]["serviceName"], service["metadata"]["name"]);
                 assert_eq!(service["spec"]["clusterIP"], "None");
                 let name = set["metadata"]["name"].as_str().context("a name")?;
-                let client = port(&set["spec"]["template"]["spec"]["containers"][0], "client").context("client")?;
+                let door =
+                    if release.settings("router")?.values.contains_key("tls_cert") { "client-tls" } else { "client" };
+                let client = port(&set["spec"]["template"]["spec"]["containers"][0], door).context(door)?;
                 let members = 0..set["spec"]["replicas"].as_u64().context("replicas")?;
                 let members: Vec<_> = members.map(|i| format!("{name}-{i}.{}:{client}", host(service))).collect();
                 assert_eq!(endpoints, members, "{}", release.name);
@@ -276,9 +278,11 @@ fn pods_can_do_little() -> anyhow::Result<()> {
                 (&own["runAsNonRoot"], &own["seccompProfile"]["type"]),
                 (&true.into(), &"RuntimeDefault".into())
             );
+            // Only who writes the certificates calls the Kubernetes API.
+            let certs = pod["serviceAccountName"].as_str().is_some_and(|name| name.contains("-certs"));
             assert_eq!(
                 (&pod["automountServiceAccountToken"], &pod["enableServiceLinks"]),
-                (&false.into(), &false.into())
+                (&certs.into(), &false.into())
             );
             for reach in ["hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"] {
                 assert_eq!(pod[reach], Value::Null, "{}", release.name);
@@ -293,6 +297,48 @@ fn pods_can_do_little() -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Each process has the certificate of its own role, and whoever makes them may write these Secrets and no others.
+#[test]
+fn every_process_shows_the_certificate_of_its_role() -> anyhow::Result<()> {
+    let mut seen = BTreeSet::new();
+    for release in Release::all()? {
+        let made: BTreeSet<&str> = release
+            .of_kind("Certificate")
+            .filter_map(|certificate| certificate["spec"]["secretName"].as_str())
+            .chain(release.of_kind("Role").flat_map(secrets_that_are_written))
+            .collect();
+        let mut needed = BTreeSet::new();
+        for role in ["router", "prefill", "decode", "etcd"] {
+            let of_role = |w: &&Value| w["metadata"]["labels"]["app.kubernetes.io/component"] == role;
+            let Some(workload) = release.workloads().find(of_role) else { continue };
+            let volumes = list(&workload["spec"]["template"]["spec"]["volumes"]).iter();
+            let secret =
+                volumes.filter(|volume| volume["name"] == "tls").find_map(|v| v["secret"]["secretName"].as_str());
+            let secured = role == "etcd" || release.settings(role)?.text("tls_cert")? == "/etc/baton-tls/tls.crt";
+            ensure!(
+                secured && secret.is_some_and(|name| name.ends_with(&format!("-{role}"))),
+                "{}: {role}",
+                release.name
+            );
+            needed.extend(secret);
+        }
+        if !made.is_empty() {
+            let others = made.difference(&needed).filter(|name| !name.ends_with("-ca") && !name.ends_with("-operator"));
+            assert_eq!(others.collect::<Vec<_>>(), [&""; 0], "{}", release.name);
+            ensure!(needed.is_subset(&made), "{}: {needed:?} are needed, {made:?} are made", release.name);
+            seen.insert(release.of_kind("Certificate").next().is_some());
+        }
+    }
+    assert_eq!(seen, BTreeSet::from([false, true]), "both ways to make them are among the value files");
+    Ok(())
+}
+
+/// The Secrets that a Role lets somebody change.
+fn secrets_that_are_written(role: &Value) -> Vec<&str> {
+    let rules = list(&role["rules"]).iter().filter(|rule| list(&rule["verbs"]).iter().any(|verb| verb == "update"));
+    rules.flat_map(|rule| list(&rule["resourceNames"])).filter_map(Value::as_str).collect()
 }
 
 #[test]

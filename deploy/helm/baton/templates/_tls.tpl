@@ -30,6 +30,7 @@ metadata:
 spec:
   restartPolicy: OnFailure
   serviceAccountName: {{ .account }}
+  automountServiceAccountToken: true
   enableServiceLinks: false
   {{- with $v.imagePullSecrets }}
   imagePullSecrets:
