@@ -36,6 +36,9 @@ pub struct EtcdRegistry {
 #[derive(Clone)]
 struct Etcd {
     client: Client,
+    endpoints: Vec<String>,
+    /// This process's certificates, and what they were when the client was made: it takes no others.
+    tls: Option<(Tls, [Vec<u8>; 3])>,
     /// The registry's address, for messages.
     address: String,
     /// Prefix of the members' keys, with the final slash.
@@ -44,30 +47,36 @@ struct Etcd {
 
 impl EtcdRegistry {
     /// A client of the etcd with these `host:port` endpoints; they need not be up. Call inside a tokio runtime.
-    /// With `tls`, this process shows its certificate, and etcd's must have the name it is reached by; both are read once.
+    /// With `tls`, this process shows its certificate, and etcd's must have the name it is reached by.
     pub async fn connect(endpoints: &[String], cluster: &str, tls: Option<&Tls>) -> Result<EtcdRegistry, ClusterError> {
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(CONNECT)
-            .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
-            .with_keep_alive_while_idle(true)
-            // A server cut off from its quorum ends its watches instead of staying silent.
-            .with_require_leader(true);
-        let mut urls = endpoints.to_vec();
-        if let Some(tls) = tls {
-            let [certificate, key, authority] = tls.pem();
-            let identity = Identity::from_pem(certificate, key);
-            let tls = TlsOptions::new().ca_certificate(Certificate::from_pem(authority)).identity(identity);
-            options = options.with_tls(tls);
-            urls.iter_mut().for_each(|url| url.insert_str(0, "https://"));
-        }
         let scheme = if tls.is_some() { "etcds" } else { "etcd" };
         let address = format!("{scheme}://{}", endpoints.join(","));
-        let client = Client::connect(&urls, Some(options))
+        let tls = tls.map(|tls| (tls.clone(), tls.pem()));
+        let client = connect(endpoints, tls.as_ref().map(|(_, pem)| pem))
             .await
             .map_err(|e| ClusterError::Unavailable { registry: address.clone(), problem: e.to_string() })?;
-        let etcd = Etcd { client, address, prefix: format!("/baton/{cluster}/members/") };
+        let (endpoints, prefix) = (endpoints.to_vec(), format!("/baton/{cluster}/members/"));
+        let etcd = Etcd { client, endpoints, tls, address, prefix };
         Ok(EtcdRegistry { etcd, follower: Follower::new() })
     }
+}
+
+/// A client, over TLS with a certificate, its key and the authorities, in PEM.
+async fn connect(endpoints: &[String], pem: Option<&[Vec<u8>; 3]>) -> Result<Client, Error> {
+    let mut options = ConnectOptions::new()
+        .with_connect_timeout(CONNECT)
+        .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+        .with_keep_alive_while_idle(true)
+        // A server cut off from its quorum ends its watches instead of staying silent.
+        .with_require_leader(true);
+    let mut urls = endpoints.to_vec();
+    if let Some([certificate, key, authority]) = pem {
+        let identity = Identity::from_pem(certificate, key);
+        let tls = TlsOptions::new().ca_certificate(Certificate::from_pem(authority)).identity(identity);
+        options = options.with_tls(tls);
+        urls.iter_mut().for_each(|url| url.insert_str(0, "https://"));
+    }
+    Client::connect(&urls, Some(options)).await
 }
 
 impl Registry for EtcdRegistry {
@@ -82,6 +91,17 @@ impl Registry for EtcdRegistry {
 }
 
 impl Etcd {
+    /// Makes the client anew if the certificates have changed since it was made.
+    async fn refresh(&mut self) -> Result<(), Error> {
+        let Some((tls, pem)) = &mut self.tls else { return Ok(()) };
+        let now = tls.pem();
+        if *pem != now {
+            self.client = connect(&self.endpoints, Some(&now)).await?;
+            *pem = now;
+        }
+        Ok(())
+    }
+
     fn key(&self, id: WorkerId) -> String {
         format!("{}{:016x}", self.prefix, id.0)
     }
@@ -147,6 +167,7 @@ impl Hold for EtcdHold {
 
 impl EtcdHold {
     async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
+        self.etcd.refresh().await?;
         let (lease, fresh) = match self.living_lease().await? {
             Some(lease) => (lease, false),
             None => (self.grant().await?, true),
@@ -220,6 +241,7 @@ impl Feed for EtcdFeed {
 
 impl EtcdFeed {
     async fn list_and_watch(&mut self) -> Result<Following, Error> {
+        self.0.refresh().await?;
         let Etcd { client, prefix, .. } = &mut self.0;
         let limit = i64::try_from(MAX_MEMBERS).unwrap_or(i64::MAX);
         let options = GetOptions::new().with_prefix().with_limit(limit);

@@ -53,15 +53,19 @@ impl Store {
         Ok(changed)
     }
 
-    /// Removes a member, which then cannot register again. True when it was registered.
+    /// Removes a member, which then cannot register again. True when this is news: it was registered, or its lease had run out.
     pub fn remove(&mut self, id: WorkerId, now: Instant) -> bool {
+        let known = self.left.iter().any(|(left, _)| *left == id);
+        if known {
+            return false;
+        }
         if self.left.len() >= MAX_MEMBERS {
             self.left.pop_front(); // I5
         }
         self.left.push_back((id, now + LEFT));
-        let removed = self.entries.remove(&id).is_some();
-        self.note(removed, now);
-        removed
+        self.entries.remove(&id);
+        self.note(true, now);
+        true
     }
 
     /// Removes the members whose lease is over, and returns them.
@@ -114,7 +118,6 @@ mod tests {
         assert_eq!((store.view().revision, store.view().last_update), (0, Some(t0)));
         store.put(member(1), TTL, t0 + TTL / 2).unwrap();
         store.put(member(1), TTL, t0 + TTL).unwrap();
-        store.remove(WorkerId(7), t0 + TTL);
         store.expire(t0 + TTL);
         assert_eq!(
             (store.view().revision, store.view().last_update),
@@ -123,6 +126,10 @@ mod tests {
         );
         store.expire(t0 + TTL * 2);
         assert_eq!((store.view().revision, store.view().last_update), (2, Some(t0 + TTL * 2)));
+        // Watchers may still keep it.
+        assert!(store.remove(WorkerId(1), t0 + TTL * 3));
+        assert_eq!((store.view().revision, store.view().left), (3, vec![WorkerId(1)]));
+        assert!(!store.remove(WorkerId(1), t0 + TTL * 3));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
@@ -77,13 +77,25 @@ pub struct Etcd {
     client_port: u16,
     peer_port: u16,
     process: Option<Child>,
+    /// Where its certificate is, if it takes only clients with one.
+    certificates: Option<PathBuf>,
 }
 
 impl Etcd {
     pub fn start() -> Etcd {
+        Etcd::start_with(None)
+    }
+
+    /// One that only clients with a certificate can use: tls.crt, tls.key and ca.crt are in this folder.
+    pub fn with_tls(folder: &Path) -> Etcd {
+        Etcd::start_with(Some(folder.to_owned()))
+    }
+
+    fn start_with(certificates: Option<PathBuf>) -> Etcd {
         for _ in 0..5 {
             let (client_port, peer_port) = free_ports();
-            let mut this = Etcd { data: tempfile::tempdir().unwrap(), client_port, peer_port, process: None };
+            let (data, certificates) = (tempfile::tempdir().unwrap(), certificates.clone());
+            let mut this = Etcd { data, client_port, peer_port, process: None, certificates };
             if this.try_start().is_ok() {
                 return this;
             }
@@ -98,7 +110,8 @@ impl Etcd {
 
     /// Starts etcd, and returns when it serves. The error is etcd's output.
     fn try_start(&mut self) -> Result<(), String> {
-        let client = format!("http://{}", self.endpoint());
+        let scheme = if self.certificates.is_some() { "https" } else { "http" };
+        let client = format!("{scheme}://{}", self.endpoint());
         let peer = format!("http://127.0.0.1:{}", self.peer_port);
         let mut command = Command::new(etcd_path());
         command
@@ -110,6 +123,13 @@ impl Etcd {
             .arg(self.data.path())
             .stdin(Stdio::null())
             .stderr(Stdio::piped());
+        if let Some(folder) = &self.certificates {
+            for (flag, file) in [("--cert-file", "tls.crt"), ("--key-file", "tls.key"), ("--trusted-ca-file", "ca.crt")]
+            {
+                command.arg(flag).arg(folder.join(file));
+            }
+            command.arg("--client-cert-auth");
+        }
         baton_runtime::die_with_parent(&mut command);
         let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -131,7 +151,8 @@ impl Etcd {
 
 impl Backing for Etcd {
     fn spec(&self) -> String {
-        format!("etcd://{}/conformance", self.endpoint())
+        let secure = if self.certificates.is_some() { "s" } else { "" };
+        format!("etcd{secure}://{}/conformance", self.endpoint())
     }
 
     fn kill(&mut self) {

@@ -1,10 +1,13 @@
 //! Tests that concern only one of the registries.
 
+use std::path::Path;
 use std::time::Duration;
 
 use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect, member_to_proto};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
+use baton_runtime::tls::{Authority, Issued, TlsRole};
+use baton_runtime::{Shutdown, Tls, TlsConfig};
 use etcd_client::{Client, EventType, PutOptions, WatchStream};
 use tokio::sync::oneshot;
 use tokio_stream::wrappers::TcpListenerStream;
@@ -139,4 +142,64 @@ async fn comes_back(events: &mut WatchStream) {
         seen.extend(response.events().iter().map(|event| event.event_type()));
     }
     assert_eq!(seen, [EventType::Delete, EventType::Put]);
+}
+
+/// Files of a process, by this authority.
+fn certify(authority: &Authority, folder: &Path, issued: Issued) {
+    for (file, text) in
+        [("tls.crt", &*issued.certificate), ("tls.key", &issued.key), ("ca.crt", authority.certificate())]
+    {
+        std::fs::write(folder.join(file), text).unwrap();
+    }
+}
+
+/// The certificates in a folder, read again when they change.
+fn opened(folder: &Path) -> Tls {
+    let file = |name: &str| Some(folder.join(name));
+    let files = (file("tls.crt"), file("tls.key"), file("ca.crt"));
+    let config = TlsConfig { tls_cert: files.0, tls_key: files.1, tls_ca: files.2, ..TlsConfig::default() };
+    let tls = Tls::open(&config).unwrap().unwrap();
+    tokio::spawn(tls.clone().watch(Shutdown::new(Duration::from_secs(1))));
+    tls
+}
+
+#[tokio::test]
+async fn etcd_is_reached_over_tls_also_when_everybody_has_new_certificates() {
+    within(async {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |name: &str| folder.path().join(name);
+        let certify_all = || {
+            let authority = Authority::new("conformance").unwrap();
+            for name in ["etcd", "decode", "router"] {
+                std::fs::create_dir_all(of(name)).unwrap();
+            }
+            certify(&authority, &of("etcd"), authority.issue_server("etcd", &["127.0.0.1".to_owned()], 1).unwrap());
+            certify(&authority, &of("decode"), authority.issue(&[TlsRole::Decode], 1).unwrap());
+            certify(&authority, &of("router"), authority.issue(&[TlsRole::Router], 1).unwrap());
+        };
+        certify_all();
+        let mut backing = Etcd::with_tls(&of("etcd"));
+        let (decode, router) = (opened(&of("decode")), opened(&of("router")));
+        let watcher = connect(&backing.spec(), Some(&router)).await.unwrap();
+        let mut views = watcher.watch();
+        let registry = connect(&backing.spec(), Some(&decode)).await.unwrap();
+        let _lease = registry.register(member(1), TTL).await.unwrap();
+        until(&mut views, |v| v.members == [member(1)] && !v.stale).await;
+        // Without a certificate of this authority nobody is let in.
+        let strange = Authority::new("conformance").unwrap();
+        std::fs::create_dir_all(of("stranger")).unwrap();
+        certify(&strange, &of("stranger"), strange.issue(&[TlsRole::Decode], 1).unwrap());
+        let stranger = connect(&backing.spec(), Some(&opened(&of("stranger")))).await.unwrap();
+        let refused = tokio::time::timeout(Duration::from_secs(2), stranger.register(member(2), TTL)).await;
+        assert!(!matches!(refused, Ok(Ok(_))), "a stranger has registered");
+        // Another authority: nothing of before is good for anything.
+        backing.kill();
+        until(&mut views, |v| v.stale).await;
+        certify_all();
+        backing.restart();
+        until(&mut views, |v| v.members == [member(1)] && !v.stale).await;
+        let _second = registry.register(member(3), TTL).await.unwrap();
+        until(&mut views, |v| v.members == [member(1), member(3)]).await;
+    })
+    .await;
 }
