@@ -5,61 +5,77 @@ use std::time::Duration;
 use baton_engine::Time;
 
 /// What a worker has to do, in time.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Load {
     /// Prompt tokens that are to be computed here. Of a prompt that has not started, all count, though some may be cached.
     pub queued_tokens: u64,
     /// How long these will take at the rate of the latest prompts; zero before the first. A prompt that arrives now has its first
     /// token after that and its own computation.
     pub ahead: Duration,
-    /// Mean time between two tokens of an answer, over at least the last [`SPAN`] and at most twice that; zero: there were none.
+    /// Mean time between two tokens of an answer; zero: there were none.
     pub inter_token: Duration,
+    /// The shortest step that gave tokens of answers: no worker of this kind is faster; zero: there was none.
+    pub fastest: Duration,
+    /// Share of the time in which prompts were computed, 0 to 1.
+    pub prefilling: f64,
 }
 
-/// See [`Load::inter_token`].
+/// What is measured lately covers at least this time, and at most twice that.
 pub const SPAN: Duration = Duration::from_secs(15);
 
-/// Time between two tokens, over two spans: the present one and the one before.
+/// The steps lately, over two spans: the present one and the one before.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct InterToken {
+pub(crate) struct Recent {
     began: Time,
-    before: Rows,
-    now: Rows,
+    before: Sums,
+    now: Sums,
+    fastest: Option<Duration>,
 }
 
-/// Decode rows, and the time of each row's step, summed.
+/// Sums over steps.
 #[derive(Clone, Copy, Debug, Default)]
-struct Rows {
-    count: u64,
-    seconds: f64,
+struct Sums {
+    /// Tokens of answers, and the time of each one's step, in seconds.
+    tokens: u64,
+    waited: f64,
+    /// Time of the steps that computed prompts, in seconds.
+    prefilling: f64,
 }
 
-impl InterToken {
-    /// Adds a step with so many decode rows that took so long.
-    pub(crate) fn add(&mut self, rows: u64, took: Duration, now: Time) {
+impl Recent {
+    /// Adds a step that took so long, gave so many tokens of answers, and may have computed prompts.
+    pub(crate) fn add(&mut self, tokens: u64, prefills: bool, took: Duration, now: Time) {
         *self = self.at(now);
-        self.now.count += rows;
-        self.now.seconds += rows as f64 * took.as_secs_f64();
+        let seconds = took.as_secs_f64();
+        self.now.tokens += tokens;
+        self.now.waited += tokens as f64 * seconds;
+        if prefills {
+            self.now.prefilling += seconds;
+        }
+        if tokens > 0 {
+            self.fastest = Some(self.fastest.map_or(took, |fastest| fastest.min(took)));
+        }
     }
 
-    /// The mean; zero if there were no rows.
-    pub(crate) fn mean(&self, now: Time) -> Duration {
-        let InterToken { before, now, .. } = self.at(now);
-        let rows = before.count + now.count;
-        Duration::from_secs_f64((before.seconds + now.seconds) / rows.max(1) as f64)
+    /// Adds what is measured to a load.
+    pub(crate) fn measure(&self, load: &mut Load, now: Time) {
+        let Recent { began, before, now: latest, fastest } = self.at(now);
+        let tokens = before.tokens + latest.tokens;
+        load.inter_token = Duration::from_secs_f64((before.waited + latest.waited) / tokens.max(1) as f64);
+        load.fastest = fastest.unwrap_or_default();
+        // A span without steps was idle.
+        let seconds = now.0.saturating_sub(began.0) as f64 / 1e9 + SPAN.as_secs_f64();
+        load.prefilling = ((before.prefilling + latest.prefilling) / seconds).min(1.0);
     }
 
     /// The spans as they are at this time.
-    fn at(self, now: Time) -> InterToken {
+    fn at(self, now: Time) -> Recent {
         let spans = u128::from(now.0.saturating_sub(self.began.0)) / SPAN.as_nanos();
+        let empty = Sums::default();
         match spans {
             0 => self,
-            1 => InterToken {
-                began: Time(self.began.0 + SPAN.as_nanos() as u64),
-                before: self.now,
-                now: Rows::default(),
-            },
-            _ => InterToken { began: now, ..InterToken::default() },
+            1 => Recent { began: self.began.after_ms(SPAN.as_millis() as u64), before: self.now, now: empty, ..self },
+            _ => Recent { began: now, before: empty, now: empty, ..self },
         }
     }
 }
@@ -72,20 +88,40 @@ mod tests {
         Time((seconds * 1e9) as u64)
     }
 
+    fn measured(recent: &Recent, seconds: f64) -> Load {
+        let mut load = Load::default();
+        recent.measure(&mut load, at(seconds));
+        load
+    }
+
     #[test]
     fn the_time_between_tokens_is_that_of_the_last_two_spans() {
-        let (mut recent, ms) = (InterToken::default(), Duration::from_millis);
-        assert_eq!(recent.mean(at(1.0)), Duration::ZERO);
-        recent.add(1, ms(10), at(1.0));
-        recent.add(3, ms(30), at(2.0));
-        assert_eq!(recent.mean(at(2.0)), ms(25), "each row counts");
-        recent.add(4, ms(75), at(16.0));
-        assert_eq!(recent.mean(at(16.0)), ms(50));
-        assert_eq!(recent.mean(at(29.9)), ms(50));
-        assert_eq!(recent.mean(at(30.1)), ms(75), "the first span is over");
-        assert_eq!(recent.mean(at(45.1)), Duration::ZERO);
-        recent.add(1, ms(7), at(100.0));
-        assert_eq!(recent.mean(at(100.0)), ms(7));
-        assert_eq!(recent.mean(at(114.0)), ms(7));
+        let (mut recent, ms) = (Recent::default(), Duration::from_millis);
+        let mean = |recent: &Recent, seconds| measured(recent, seconds).inter_token;
+        assert_eq!(mean(&recent, 1.0), Duration::ZERO);
+        recent.add(1, false, ms(10), at(1.0));
+        recent.add(3, false, ms(30), at(2.0));
+        assert_eq!(mean(&recent, 2.0), ms(25), "each token counts");
+        recent.add(4, false, ms(75), at(16.0));
+        assert_eq!(mean(&recent, 16.0), ms(50));
+        assert_eq!(mean(&recent, 29.9), ms(50));
+        assert_eq!(mean(&recent, 30.1), ms(75), "the first span is over");
+        assert_eq!(mean(&recent, 45.1), Duration::ZERO);
+        recent.add(1, false, ms(12), at(100.0));
+        assert_eq!(mean(&recent, 114.0), ms(12));
+        assert_eq!(measured(&recent, 114.0).fastest, ms(10));
+    }
+
+    #[test]
+    fn prefilling_is_the_share_of_the_time_in_which_prompts_were_computed() {
+        let (mut recent, second) = (Recent::default(), Duration::from_secs(1));
+        for time in 1..=60 {
+            recent.add(0, time % 2 == 0, second, at(f64::from(time)));
+        }
+        let share = measured(&recent, 60.0).prefilling;
+        assert!((0.4..0.6).contains(&share), "{share}");
+        assert_eq!(measured(&recent, 61.0).fastest, Duration::ZERO, "no answer got a token");
+        assert!(measured(&recent, 70.0).prefilling < share);
+        assert_eq!(measured(&recent, 120.0).prefilling, 0.0);
     }
 }

@@ -13,7 +13,7 @@ use baton_handoff::TransferError;
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
-use crate::load::{InterToken, Load};
+use crate::load::{Load, Recent};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
 use crate::todo::Todo;
@@ -136,7 +136,7 @@ pub struct WorkerCore<R: RoleCore> {
     /// When the latest step was collected.
     last_end: Option<Time>,
     prefills: PrefillRate,
-    inter_token: InterToken,
+    recent: Recent,
     /// Why the model can compute nothing any more.
     lost: Option<RunError>,
     draining: bool,
@@ -157,7 +157,7 @@ impl<R: RoleCore> WorkerCore<R> {
             in_flight: VecDeque::new(),
             last_end: None,
             prefills: PrefillRate::default(),
-            inter_token: InterToken::default(),
+            recent: Recent::default(),
             lost: None,
             draining: false,
             waits: false,
@@ -244,7 +244,10 @@ impl<R: RoleCore> WorkerCore<R> {
     pub fn load(&self, now: Time) -> Load {
         let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prefills.get());
         let ahead = if rate == 0 { 0.0 } else { queued_tokens as f64 / rate as f64 };
-        Load { queued_tokens, ahead: Duration::from_secs_f64(ahead), inter_token: self.inter_token.mean(now) }
+        let ahead = Duration::from_secs_f64(ahead);
+        let mut load = Load { queued_tokens, ahead, ..Load::default() };
+        self.recent.measure(&mut load, now);
+        load
     }
 
     /// Launches another step if one more may be in flight and one can be planned. Otherwise waits for the oldest in
@@ -287,6 +290,8 @@ impl<R: RoleCore> WorkerCore<R> {
         // A row of one token that samples is a decode row, also when it is a prompt's last token.
         let decoded = step.rows().iter().filter(|row| row.samples && row.len == 1).count() as u64;
         let prefilled = u64::from(step.tokens()) - decoded;
+        // The first token of an answer follows from a prompt.
+        let answered = step.rows().iter().filter(|row| row.samples && row.index > 0).count() as u64;
         // The step was computed behind the previous one, so its time begins no earlier than that one's end.
         let since = self.last_end.map_or(started, |last| last.max(started));
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
@@ -301,7 +306,7 @@ impl<R: RoleCore> WorkerCore<R> {
             }
         }
         self.learn(prefilled, decoded, took);
-        self.inter_token.add(decoded, took, now);
+        self.recent.add(answered, prefilled > 0, took, now);
         out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
         if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {

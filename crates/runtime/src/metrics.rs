@@ -147,11 +147,7 @@ fn describe() {
     describe_counter!(REQUESTS, Unit::Count, "Requests that ended, by outcome.");
     describe_gauge!(REQUESTS_IN_FLIGHT, Unit::Count, "Requests that were received and have not ended.");
     describe_gauge!(QUEUE_DEPTH, Unit::Count, "Requests waiting for their first step.");
-    describe_gauge!(
-        LOAD,
-        Unit::Count,
-        "Largest share of what a worker is to keep: queue of the TTFT, ITL of its SLO, KV in use. 1: at its limit."
-    );
+    describe_gauge!(LOAD, Unit::Count, "How loaded the worker is; 1: at its limit, 0: while it drains.");
     describe_gauge!(QUEUED_TOKENS, Unit::Count, "Prompt tokens that are to be computed.");
     describe_gauge!(QUEUE_SECONDS, Unit::Seconds, "How long the queued tokens will take, as predicted.");
     describe_gauge!(RUNNING, Unit::Count, "Sequences in the running batch.");

@@ -14,7 +14,7 @@ use metrics::{counter, histogram};
 use tokio::sync::watch;
 
 use crate::report::Reporter;
-use crate::signals::{Signals, Slo};
+use crate::signals::{Limits, Signals};
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
@@ -116,7 +116,7 @@ pub(crate) fn start<S: Shell>(
     runner: Box<dyn ModelRunner>,
     clock: Clock,
     timeout: Option<Duration>,
-    (slo, signals): (Slo, watch::Sender<Option<Signals>>),
+    (limits, signals): (Limits, watch::Sender<Option<Signals>>),
     make: impl FnOnce(Commands<S::Command>) -> Result<S, WorkerError>,
 ) -> Result<EngineHandle<S::Command>, WorkerError> {
     let (messages, inbox) = channel();
@@ -125,7 +125,7 @@ pub(crate) fn start<S: Shell>(
     let handle = EngineHandle { commands: Commands(messages), snapshot, stall: stall.clone() };
     let shell = make(handle.commands())?;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
-    let reporter = Reporter { snapshot: publish, signals, slo };
+    let reporter = Reporter { snapshot: publish, signals, limits };
     let thread = Thread { core, runner, shell, inbox, reporter, watchdog, stall, clock, ended: false };
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || thread.run())?;
     Ok(handle)
@@ -148,15 +148,16 @@ type Out<S> = Effect<<<S as Shell>::Role as RoleCore>::Effect>;
 
 impl<S: Shell> Thread<S> {
     fn run(mut self) {
-        self.reporter.report(&self.core, self.clock.now());
+        self.reporter.report(&self.core);
         // The snapshot channel ends the loop: the shell holds a sender of its own, so the inbox alone never closes.
         // After a stall the loop ends too: the streams were already told, so nobody would hear of further steps.
         while !self.reporter.snapshot.is_closed() && self.stall.get().is_none() && !self.ended {
             self.take_messages();
             // Before the step, which may take long: a worker that has taken a request must not look idle meanwhile.
-            self.reporter.report(&self.core, self.clock.now());
+            self.reporter.report(&self.core);
+            self.reporter.report_load(&self.core, self.clock.now());
             self.feed(Input::Turn);
-            self.reporter.report(&self.core, self.clock.now());
+            self.reporter.report(&self.core);
         }
     }
 

@@ -22,7 +22,7 @@ use crate::door;
 use crate::load::{Ready, load};
 use crate::serving::Serving;
 use crate::settings::check_settings;
-use crate::signals::{self, Slo};
+use crate::signals::{self, Limits};
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// Most open HTTP/2 streams per connection (I5).
@@ -134,9 +134,9 @@ impl Node {
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
-        let slo = Slo { ttft: node.config.slo_ttft, itl: node.config.slo_itl };
+        let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
         let make = |commands| N::shell(&node, commands);
-        let handle = engine_thread::start(core, runner, clock, timeout, (slo, told), make)?;
+        let handle = engine_thread::start(core, runner, clock, timeout, (keeps, told), make)?;
         let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot());
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await

@@ -6,20 +6,19 @@ use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
-use crate::signals::{Signals, Slo};
+use crate::signals::{Limits, Signals};
 
 /// Where the reports go.
 pub(crate) struct Reporter {
     pub snapshot: watch::Sender<Snapshot>,
     pub signals: watch::Sender<Option<Signals>>,
-    pub slo: Slo,
+    pub limits: Limits,
 }
 
 impl Reporter {
     /// Publishes what the core holds now, if it has changed.
-    pub(crate) fn report<R: RoleCore>(&self, core: &WorkerCore<R>, now: Time) {
+    pub(crate) fn report<R: RoleCore>(&self, core: &WorkerCore<R>) {
         let snapshot = core.snapshot();
-        self.report_load(core, &snapshot, now);
         if *self.snapshot.borrow() != snapshot {
             report_engine(core, &snapshot);
             // Last, so that whoever sees the new snapshot reads metrics at least as new.
@@ -27,8 +26,9 @@ impl Reporter {
         }
     }
 
-    fn report_load<R: RoleCore>(&self, core: &WorkerCore<R>, snapshot: &Snapshot, now: Time) {
-        let signals = Signals::new(snapshot, &core.load(now), self.slo);
+    /// Publishes how loaded the worker is. Once a turn is enough.
+    pub(crate) fn report_load<R: RoleCore>(&self, core: &WorkerCore<R>, now: Time) {
+        let signals = Signals::new(&core.snapshot(), &core.load(now), self.limits);
         if *self.signals.borrow() != Some(signals) {
             gauge!(names::LOAD).set(signals.load);
             gauge!(names::QUEUED_TOKENS).set(signals.queued_tokens as f64);

@@ -13,20 +13,23 @@ use baton_roles::{Load, Snapshot};
 use serde::Serialize;
 use tokio::sync::watch;
 
-/// The times that a worker is to keep.
+/// What a worker is to keep.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Slo {
-    /// To a first token.
+pub(crate) struct Limits {
+    /// Time to a first token.
     pub ttft: Duration,
-    /// Between two tokens of an answer.
+    /// Time between two tokens of an answer.
     pub itl: Duration,
+    /// Most sequences in the running batch.
+    pub max_running: u32,
 }
 
 /// The signals of one worker.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub(crate) struct Signals {
-    /// The largest of three shares: `queue_seconds` of the TTFT that is to be kept, `inter_token_seconds` of the ITL, and
-    /// `kv_in_use`.
+    /// The largest of five shares: `queue_seconds` of the TTFT that is to be kept; `prefilling`; of the ITL that is to be kept, what comes
+    /// on top of the fastest step; `kv_in_use`; and sequences, running and waiting, of those that may run. 0 while the worker drains: nobody
+    /// need come in its place.
     pub load: f64,
     /// Prompt tokens that are to be computed here.
     pub queued_tokens: u64,
@@ -34,6 +37,8 @@ pub(crate) struct Signals {
     pub queue_seconds: f64,
     /// Mean time between two tokens of an answer, lately; 0: there were none.
     pub inter_token_seconds: f64,
+    /// Share of the time in which prompts were computed, lately.
+    pub prefilling: f64,
     /// Share of the pool's blocks that requests use; blocks that are only cached do not count.
     pub kv_in_use: f64,
     /// Sequences in the batch, receiving or held.
@@ -43,21 +48,37 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    pub(crate) fn new(snapshot: &Snapshot, load: &Load, slo: Slo) -> Signals {
+    pub(crate) fn new(snapshot: &Snapshot, load: &Load, limits: Limits) -> Signals {
+        let Limits { ttft, itl, max_running } = limits;
         let blocks = snapshot.blocks;
         let busy = blocks.used + blocks.lent + blocks.quarantined;
         let kv_in_use = f64::from(busy) / f64::from(blocks.total).max(1.0);
-        let (queue_seconds, inter_token_seconds) = (load.ahead.as_secs_f64(), load.inter_token.as_secs_f64());
-        let shares = [queue_seconds / slo.ttft.as_secs_f64(), inter_token_seconds / slo.itl.as_secs_f64(), kv_in_use];
+        let queue_seconds = load.ahead.as_secs_f64();
+        let shares = [
+            queue_seconds / ttft.as_secs_f64(),
+            load.prefilling,
+            slowed(load.inter_token, load.fastest, itl),
+            kv_in_use,
+            f64::from(snapshot.running + snapshot.waiting) / f64::from(max_running),
+        ];
         Signals {
-            load: shares.into_iter().fold(0.0, f64::max),
+            load: if snapshot.draining { 0.0 } else { shares.into_iter().fold(0.0, f64::max) },
             queued_tokens: load.queued_tokens,
             queue_seconds,
-            inter_token_seconds,
+            inter_token_seconds: load.inter_token.as_secs_f64(),
+            prefilling: load.prefilling,
             kv_in_use,
             running: snapshot.running,
             waiting: snapshot.waiting,
         }
+    }
+}
+
+/// How much of the time that may be added to the fastest step is. 0 where even that step takes too long: no number of workers would help.
+fn slowed(inter_token: Duration, fastest: Duration, itl: Duration) -> f64 {
+    match itl.checked_sub(fastest) {
+        Some(room) if !room.is_zero() => inter_token.saturating_sub(fastest).as_secs_f64() / room.as_secs_f64(),
+        _ => 0.0,
     }
 }
 
@@ -76,8 +97,9 @@ async fn tell(State(signals): State<watch::Receiver<Option<Signals>>>) -> Respon
 
 /// Signals that nobody hears.
 #[cfg(test)]
-pub(crate) fn unheard() -> (Slo, watch::Sender<Option<Signals>>) {
-    (Slo { ttft: Duration::from_secs(1), itl: Duration::from_secs(1) }, watch::Sender::new(None))
+pub(crate) fn unheard() -> (Limits, watch::Sender<Option<Signals>>) {
+    let second = Duration::from_secs(1);
+    (Limits { ttft: second, itl: second, max_running: 1 }, watch::Sender::new(None))
 }
 
 #[cfg(test)]
@@ -86,21 +108,33 @@ mod tests {
 
     use super::*;
 
+    const MS: fn(u64) -> Duration = Duration::from_millis;
+
+    fn of(change: impl FnOnce(&mut Snapshot, &mut Load)) -> Signals {
+        let blocks = BlockCounts { total: 100, free: 10, used: 20, cached: 60, lent: 6, quarantined: 4 };
+        let mut snapshot = Snapshot { running: 2, waiting: 0, blocks, ..Snapshot::default() };
+        let mut load = Load { queued_tokens: 7, ahead: MS(100), fastest: MS(10), inter_token: MS(20), prefilling: 0.1 };
+        change(&mut snapshot, &mut load);
+        Signals::new(&snapshot, &load, Limits { ttft: MS(2000), itl: MS(50), max_running: 10 })
+    }
+
     #[test]
     fn the_load_is_the_largest_share() {
-        let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(50) };
-        let blocks = BlockCounts { total: 100, free: 10, used: 20, cached: 60, lent: 6, quarantined: 4 };
-        let snapshot = Snapshot { running: 3, waiting: 2, blocks, ..Snapshot::default() };
-        let of = |ahead, itl| {
-            let (ahead, inter_token) = (Duration::from_millis(ahead), Duration::from_millis(itl));
-            Signals::new(&snapshot, &Load { queued_tokens: 7, ahead, inter_token }, slo)
-        };
-        let calm = of(100, 5);
-        assert_eq!((calm.load, calm.kv_in_use, calm.queued_tokens), (0.3, 0.3, 7));
-        assert_eq!((calm.running, calm.waiting), (3, 2));
-        assert_eq!((of(3000, 5).load, of(3000, 5).queue_seconds), (1.5, 3.0));
-        assert_eq!((of(100, 75).load, of(100, 75).inter_token_seconds), (1.5, 0.075));
-        let empty = Signals::new(&Snapshot::default(), &Load::default(), slo);
+        let calm = of(|_, _| {});
+        assert_eq!((calm.load, calm.kv_in_use, calm.queued_tokens, calm.running), (0.3, 0.3, 7, 2));
+        assert_eq!((calm.inter_token_seconds, calm.queue_seconds, calm.prefilling), (0.02, 0.1, 0.1));
+        assert_eq!(of(|_, load| load.ahead = MS(3000)).load, 1.5);
+        assert_eq!(of(|_, load| load.inter_token = MS(70)).load, 1.5);
+        assert_eq!(of(|_, load| load.prefilling = 0.75).load, 0.75);
+        assert_eq!(of(|snapshot, _| snapshot.waiting = 13).load, 1.5);
+    }
+
+    #[test]
+    fn nobody_comes_where_more_workers_would_not_help() {
+        let slow = of(|_, load| (load.fastest, load.inter_token) = (MS(60), MS(90)));
+        assert_eq!((slow.load, slow.inter_token_seconds), (0.3, 0.09), "the model is slower than the SLO when alone");
+        assert_eq!(of(|snapshot, _| snapshot.draining = true).load, 0.0);
+        let empty = Signals::new(&Snapshot::default(), &Load::default(), unheard().0);
         assert_eq!(empty.load, 0.0, "a pool of no blocks is not used");
     }
 }

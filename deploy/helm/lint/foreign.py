@@ -13,7 +13,7 @@ SCALED = {"apiVersion": "apps/v1", "kind": "Deployment", "name": str}
 # KEDA takes all metadata of a trigger as text.
 BY_API = {"type": "metrics-api", "metadata": {"url": str, "valueLocation": "load", "aggregateFromKubeServiceEndpoints": "true",
                                                "aggregationType": "sum", "targetValue": str}}
-BY_PROMETHEUS = {"type": "prometheus", "metadata": {"serverAddress": str, "query": str, "threshold": str}}
+BY_PROMETHEUS = {"type": "prometheus", "metadata": {"serverAddress": str, "query": str, "threshold": str, "ignoreNullValues": "false"}}
 ALERT = {"alert": str, "expr": str, "for?": str, "labels": {"severity": str}, "annotations": {"summary": str, "description": str}}
 ISSUER = {"name": str, "kind": str, "group": str}
 CERTIFICATE = {"secretName": str, "commonName": str, "duration": str, "usages": [str], "privateKey": {"algorithm": str, "rotationPolicy": str},
@@ -108,12 +108,9 @@ def unscaled(spec, others, services):
         if url is None:
             continue
         host, port = url.removeprefix("http://").split("/")[0].split(":")
-        met = [service for service in services if f"{service['metadata']['name']}.{service['metadata']['namespace']}" == host]
+        met = [service for service in services if f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc" == host]
         if not met or met[0]["spec"]["ports"][0]["port"] != int(port):
             yield f"there is no Service {host} with port {port}"
-        # KEDA asks all pods of the namespace for a Service without an address.
-        elif met[0]["spec"].get("clusterIP") == "None":
-            yield f"{host} has no address of its own"
 
 
 def problems(manifest, others):

@@ -15,6 +15,15 @@
 {{- if and (gt (int .Values.etcd.replicas) 1) (not .Values.etcd.persistence.enabled) -}}
   {{- fail (printf "etcd.replicas is %d, and a member of several must find its data again; set etcd.persistence.enabled to true, or etcd.replicas to 1" (int .Values.etcd.replicas)) -}}
 {{- end -}}
+{{- if ne .Values.tls.mode "none" -}}
+  {{- range $where, $config := dict "router.config" .Values.router.config "workers.config" .Values.workers.config "prefill.config" .Values.prefill.config "decode.config" .Values.decode.config -}}
+    {{- range $setting := list "tls" "tls_cert" "tls_key" "tls_ca" "insecure_internal" -}}
+      {{- if hasKey $config $setting -}}
+        {{- fail (printf "%s.%s is set, but tls.mode is %s; set that to none to go on with files of yours, or to given to name Secrets" $where $setting $.Values.tls.mode) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- if and (eq .Values.tls.mode "cert-manager") (not .Values.tls.issuerRef.name) -}}
   {{- fail "tls.mode is cert-manager, but tls.issuerRef.name is empty; name an Issuer of yours there" -}}
 {{- end -}}
@@ -68,7 +77,13 @@
     {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
       {{- fail (printf "%s.autoscaling.minReplicas is %d, more than maxReplicas, which is %d" $role (int .minReplicas) (int .maxReplicas)) -}}
     {{- end -}}
-    {{- $by := .by | default "cpu" -}}
+    {{- $by := .by | default "" -}}
+    {{- if and .enabled (ne $role "router") (not $by) (not .metrics) -}}
+      {{- fail (printf "%s.autoscaling.by is empty; say how the load is known: adapter, keda, keda-prometheus or cpu" $role) -}}
+    {{- end -}}
+    {{- if and .enabled (eq $by "keda") (eq $.Values.ipFamily "IPv6") -}}
+      {{- fail (printf "%s.autoscaling.by is keda, which cannot ask pods with IPv6 addresses; set it to keda-prometheus or adapter" $role) -}}
+    {{- end -}}
     {{- if and .enabled (hasPrefix "keda" $by) .metrics -}}
       {{- fail (printf "%s.autoscaling.metrics are for a HorizontalPodAutoscaler, but by is %s; empty them, or set by to adapter" $role $by) -}}
     {{- end -}}

@@ -51,11 +51,12 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Name, labels and namespace of a component's object. Takes root, role and, where the name ends otherwise, suffix. */}}
+{{/* What Prometheus says of the load of a role's pods, summed. Takes root and role. */}}
 {{- define "baton.loadQuery" -}}
 sum(baton_load{namespace="{{ .root.Release.Namespace }}",app_kubernetes_io_instance="{{ .root.Release.Name }}",app_kubernetes_io_component="{{ .role }}"})
 {{- end -}}
 
+{{/* Name, labels and namespace of a component's object. Takes root, role and, where the name ends otherwise, suffix. */}}
 {{- define "baton.metadata" -}}
 name: {{ include "baton.fullname" .root }}-{{ .suffix | default .role }}
 namespace: {{ .root.Release.Namespace }}

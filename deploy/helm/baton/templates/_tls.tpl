@@ -8,17 +8,45 @@
 {{- .Values.tls.secretPrefix | default (printf "%s-tls" (include "baton.fullname" .)) -}}
 {{- end -}}
 
-{{/* none, permissive or strict. A release without TLS goes over to it in two upgrades: in the first, processes take both. */}}
+{{/* none, permissive or strict. A release without TLS goes over to it in two upgrades: in the first, processes take both, and the second
+ends that once all pods are those of the first. */}}
 {{- define "baton.tls" -}}
 {{- $tls := .Values.tls -}}
 {{- if eq $tls.mode "none" -}}none
 {{- else if ne (toString $tls.permissive) "auto" -}}
 {{- ternary "permissive" "strict" (eq (toString $tls.permissive) "true") -}}
 {{- else -}}
-{{- $live := lookup "apps/v1" "Deployment" .Release.Namespace (printf "%s-router" (include "baton.fullname" .)) | default dict -}}
-{{- $before := dig "metadata" "annotations" "baton/tls" "none" $live -}}
-{{- ternary "permissive" "strict" (and (not (empty $live)) (eq $before "none")) -}}
+{{- include "baton.tlsInTurn" . -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The next step of a release on its way to TLS: strict, unless pods that are there now do not take TLS. */}}
+{{- define "baton.tlsInTurn" -}}
+{{- $strict := true -}}
+{{- range $role := list "router" "prefill" "decode" -}}
+  {{- $live := lookup "apps/v1" "Deployment" $.Release.Namespace (printf "%s-%s" (include "baton.fullname" $) $role) | default dict -}}
+  {{- if not (empty $live) -}}
+    {{- $before := include "baton.tlsBefore" (dict "live" $live) -}}
+    {{- $status := $live.status | default dict -}}
+    {{- $replicas := int (dig "spec" "replicas" 1 $live) -}}
+    {{- $rolled := and (eq (int64 ($status.observedGeneration | default 0)) (int64 $live.metadata.generation)) (eq (int ($status.updatedReplicas | default 0)) $replicas) (eq (int ($status.replicas | default 0)) $replicas) -}}
+    {{- if or (eq $before "none") (and (eq $before "permissive") (not $rolled)) -}}
+      {{- $strict = false -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- ternary "strict" "permissive" $strict -}}
+{{- end -}}
+
+{{/* What a Deployment that is there had of TLS. Takes live. */}}
+{{- define "baton.tlsBefore" -}}
+{{- dig "metadata" "annotations" "baton/tls" "none" .live -}}
+{{- end -}}
+
+{{/* Whether etcd takes clients with TLS: also for one upgrade after the pods have none any more, as those before them still come so. */}}
+{{- define "baton.etcdHasTls" -}}
+{{- $live := lookup "apps/v1" "Deployment" .Release.Namespace (printf "%s-router" (include "baton.fullname" .)) | default dict -}}
+{{- if or (ne (include "baton.tls" .) "none") (and (not (empty $live)) (ne (include "baton.tlsBefore" (dict "live" $live)) "none")) -}}true{{- end -}}
 {{- end -}}
 
 {{/* A pod of `baton certs`. Takes root and account. */}}
@@ -28,7 +56,8 @@ metadata:
   labels:
     {{- include "baton.selector" (dict "root" .root "role" "certificates") | nindent 4 }}
 spec:
-  restartPolicy: OnFailure
+  # A pod that failed stays, with its log.
+  restartPolicy: Never
   serviceAccountName: {{ .account }}
   automountServiceAccountToken: true
   enableServiceLinks: false
@@ -38,6 +67,14 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml $v.podSecurityContext | nindent 4 }}
+  {{- with $v.tls.job.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $v.tls.job.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: certs
       image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
@@ -53,6 +90,8 @@ spec:
         {{- if eq $v.registry.type "etcd" }}
         - --server=etcd={{ include "baton.etcdHosts" .root | fromYamlArray | join "," }}
         {{- end }}
+      env:
+        - {name: NVIDIA_VISIBLE_DEVICES, value: void}
       securityContext:
         {{- toYaml $v.securityContext | nindent 8 }}
       resources:
