@@ -23,7 +23,7 @@ slowest:
 simulate seeds="10000":
     cargo run --release -p baton-simulator --example cluster -- {{ seeds }}
 
-# Rules of the real code broken one at a time, each of which the simulation must notice; ten minutes on two idle cores
+# Rules of the real code broken one at a time, each of which the simulation must notice; about half an hour on two cores
 mutants *words:
     crates/simulator/mutants {{ words }}
 

@@ -37,12 +37,21 @@ pub struct EtcdRegistry {
 struct Etcd {
     client: Client,
     endpoints: Vec<String>,
-    /// This process's certificates, and what they were when the client was made: it takes no others.
-    tls: Option<(Tls, [Vec<u8>; 3])>,
+    tls: Option<ClientTls>,
     /// The registry's address, for messages.
     address: String,
     /// Prefix of the members' keys, with the final slash.
     prefix: String,
+}
+
+/// The certificates of a client.
+#[derive(Clone)]
+struct ClientTls {
+    own: Tls,
+    /// What they were when the client was made: it takes no others.
+    pem: [Vec<u8>; 3],
+    /// The client goes without TLS: this process also works with an etcd that has none, and the latest try with TLS failed.
+    plain: bool,
 }
 
 impl EtcdRegistry {
@@ -51,8 +60,8 @@ impl EtcdRegistry {
     pub async fn connect(endpoints: &[String], cluster: &str, tls: Option<&Tls>) -> Result<EtcdRegistry, ClusterError> {
         let scheme = if tls.is_some() { "etcds" } else { "etcd" };
         let address = format!("{scheme}://{}", endpoints.join(","));
-        let tls = tls.map(|tls| (tls.clone(), tls.pem()));
-        let client = connect(endpoints, tls.as_ref().map(|(_, pem)| pem))
+        let tls = tls.map(|tls| ClientTls { own: tls.clone(), pem: tls.pem(), plain: false });
+        let client = connect(endpoints, tls.as_ref())
             .await
             .map_err(|e| ClusterError::Unavailable { registry: address.clone(), problem: e.to_string() })?;
         let (endpoints, prefix) = (endpoints.to_vec(), format!("/baton/{cluster}/members/"));
@@ -61,8 +70,8 @@ impl EtcdRegistry {
     }
 }
 
-/// A client, over TLS with a certificate, its key and the authorities, in PEM.
-async fn connect(endpoints: &[String], pem: Option<&[Vec<u8>; 3]>) -> Result<Client, Error> {
+/// A client; over TLS, with these certificates, if they are to be used.
+async fn connect(endpoints: &[String], tls: Option<&ClientTls>) -> Result<Client, Error> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(CONNECT)
         .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
@@ -70,7 +79,7 @@ async fn connect(endpoints: &[String], pem: Option<&[Vec<u8>; 3]>) -> Result<Cli
         // A server cut off from its quorum ends its watches instead of staying silent.
         .with_require_leader(true);
     let mut urls = endpoints.to_vec();
-    if let Some([certificate, key, authority]) = pem {
+    if let Some(ClientTls { pem: [certificate, key, authority], .. }) = tls.filter(|tls| !tls.plain) {
         let identity = Identity::from_pem(certificate, key);
         let tls = TlsOptions::new().ca_certificate(Certificate::from_pem(authority)).identity(identity);
         options = options.with_tls(tls);
@@ -93,13 +102,22 @@ impl Registry for EtcdRegistry {
 impl Etcd {
     /// Makes the client anew if the certificates have changed since it was made.
     async fn refresh(&mut self) -> Result<(), Error> {
-        let Some((tls, pem)) = &mut self.tls else { return Ok(()) };
-        let now = tls.pem();
-        if *pem != now {
-            self.client = connect(&self.endpoints, Some(&now)).await?;
-            *pem = now;
+        let Some(tls) = self.tls.as_mut() else { return Ok(()) };
+        let now = tls.own.pem();
+        if tls.pem != now {
+            tls.pem = now;
+            self.client = connect(&self.endpoints, self.tls.as_ref()).await?;
         }
         Ok(())
+    }
+
+    /// After a failure: while the cluster goes over to TLS, the next try is without it, or with it again.
+    async fn switch(&mut self) {
+        let Some(tls) = self.tls.as_mut().filter(|tls| tls.own.is_permissive()) else { return };
+        tls.plain = !tls.plain;
+        if let Ok(client) = connect(&self.endpoints, self.tls.as_ref()).await {
+            self.client = client;
+        }
     }
 
     fn key(&self, id: WorkerId) -> String {
@@ -154,7 +172,11 @@ impl Hold for EtcdHold {
     }
 
     async fn renew(&mut self, member: &Member, changed: bool) -> Result<(), ClusterError> {
-        self.try_renew(member, changed).await.map_err(|e| self.etcd.error(&e))
+        let renewed = self.try_renew(member, changed).await.map_err(|e| self.etcd.error(&e));
+        if renewed.is_err() {
+            self.etcd.switch().await;
+        }
+        renewed
     }
 
     async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
@@ -227,7 +249,14 @@ impl Feed for EtcdFeed {
     }
 
     async fn open(&mut self) -> Result<Lists, ClusterError> {
-        let following = self.list_and_watch().await.map_err(|e| self.0.error(&e))?;
+        let following = match self.list_and_watch().await {
+            Ok(following) => following,
+            Err(error) => {
+                let error = self.0.error(&error);
+                self.0.switch().await;
+                return Err(error);
+            }
+        };
         let lists = futures::stream::unfold(Some(following), |following| async move {
             let mut following = following?;
             match following.next().await {

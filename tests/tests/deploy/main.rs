@@ -242,9 +242,7 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
                 assert_eq!(set["spec"]["serviceName"], service["metadata"]["name"]);
                 assert_eq!(service["spec"]["clusterIP"], "None");
                 let name = set["metadata"]["name"].as_str().context("a name")?;
-                let door =
-                    if release.settings("router")?.values.contains_key("tls_cert") { "client-tls" } else { "client" };
-                let client = port(&set["spec"]["template"]["spec"]["containers"][0], door).context(door)?;
+                let client = port(&set["spec"]["template"]["spec"]["containers"][0], "client").context("client")?;
                 let members = 0..set["spec"]["replicas"].as_u64().context("replicas")?;
                 let members: Vec<_> = members.map(|i| format!("{name}-{i}.{}:{client}", host(service))).collect();
                 assert_eq!(endpoints, members, "{}", release.name);

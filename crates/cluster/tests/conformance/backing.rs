@@ -91,6 +91,11 @@ impl Etcd {
         Etcd::start_with(Some(folder.to_owned()))
     }
 
+    /// With the next start it has these certificates, or none.
+    pub fn secure(&mut self, certificates: Option<PathBuf>) {
+        self.certificates = certificates;
+    }
+
     fn start_with(certificates: Option<PathBuf>) -> Etcd {
         for _ in 0..5 {
             let (client_port, peer_port) = free_ports();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect, member_to_proto};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
-use baton_runtime::tls::{Authority, Issued, TlsRole};
+use baton_runtime::tls::{Authority, Issued, TlsMode, TlsRole};
 use baton_runtime::{Shutdown, Tls, TlsConfig};
 use etcd_client::{Client, EventType, PutOptions, WatchStream};
 use tokio::sync::oneshot;
@@ -154,10 +154,10 @@ fn certify(authority: &Authority, folder: &Path, issued: Issued) {
 }
 
 /// The certificates in a folder, read again when they change.
-fn opened(folder: &Path) -> Tls {
+fn opened(folder: &Path, tls: TlsMode) -> Tls {
     let file = |name: &str| Some(folder.join(name));
     let files = (file("tls.crt"), file("tls.key"), file("ca.crt"));
-    let config = TlsConfig { tls_cert: files.0, tls_key: files.1, tls_ca: files.2, ..TlsConfig::default() };
+    let config = TlsConfig { tls_cert: files.0, tls_key: files.1, tls_ca: files.2, tls, ..TlsConfig::default() };
     let tls = Tls::open(&config).unwrap().unwrap();
     tokio::spawn(tls.clone().watch(Shutdown::new(Duration::from_secs(1))));
     tls
@@ -179,7 +179,7 @@ async fn etcd_is_reached_over_tls_also_when_everybody_has_new_certificates() {
         };
         certify_all();
         let mut backing = Etcd::with_tls(&of("etcd"));
-        let (decode, router) = (opened(&of("decode")), opened(&of("router")));
+        let (decode, router) = (opened(&of("decode"), TlsMode::Required), opened(&of("router"), TlsMode::Required));
         let watcher = connect(&backing.spec(), Some(&router)).await.unwrap();
         let mut views = watcher.watch();
         let registry = connect(&backing.spec(), Some(&decode)).await.unwrap();
@@ -189,7 +189,7 @@ async fn etcd_is_reached_over_tls_also_when_everybody_has_new_certificates() {
         let strange = Authority::new("conformance").unwrap();
         std::fs::create_dir_all(of("stranger")).unwrap();
         certify(&strange, &of("stranger"), strange.issue(&[TlsRole::Decode], 1).unwrap());
-        let stranger = connect(&backing.spec(), Some(&opened(&of("stranger")))).await.unwrap();
+        let stranger = connect(&backing.spec(), Some(&opened(&of("stranger"), TlsMode::Required))).await.unwrap();
         let refused = tokio::time::timeout(Duration::from_secs(2), stranger.register(member(2), TTL)).await;
         assert!(!matches!(refused, Ok(Ok(_))), "a stranger has registered");
         // Another authority: nothing of before is good for anything.
@@ -200,6 +200,36 @@ async fn etcd_is_reached_over_tls_also_when_everybody_has_new_certificates() {
         until(&mut views, |v| v.members == [member(1)] && !v.stale).await;
         let _second = registry.register(member(3), TTL).await.unwrap();
         until(&mut views, |v| v.members == [member(1), member(3)]).await;
+    })
+    .await;
+}
+
+/// While a cluster goes over to TLS, or back, its processes outlast an etcd that begins or ends to have it.
+#[tokio::test]
+async fn etcd_may_go_over_to_tls_and_back() {
+    within(async {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |name: &str| folder.path().join(name);
+        let authority = Authority::new("conformance").unwrap();
+        let etcd = authority.issue_server("etcd", &["127.0.0.1".to_owned()], 1).unwrap();
+        for (name, issued) in [("etcd", etcd), ("decode", authority.issue(&[TlsRole::Decode], 1).unwrap())] {
+            std::fs::create_dir_all(of(name)).unwrap();
+            certify(&authority, &of(name), issued);
+        }
+        let tls = opened(&of("decode"), TlsMode::Permissive);
+        let mut backing = Etcd::start();
+        let spec = backing.spec().replace("etcd://", "etcds://");
+        let registry = connect(&spec, Some(&tls)).await.unwrap();
+        let _lease = registry.register(member(1), TTL).await.unwrap();
+        let mut views = registry.watch();
+        until(&mut views, |v| v.members == [member(1)] && !v.stale).await;
+        for certificates in [Some(of("etcd")), None] {
+            backing.kill();
+            until(&mut views, |v| v.stale).await;
+            backing.secure(certificates);
+            backing.restart();
+            until(&mut views, |v| v.members == [member(1)] && !v.stale).await;
+        }
     })
     .await;
 }

@@ -3,7 +3,7 @@
 {{/* Ports of the containers: http and grpc for clients, the others for processes of the cluster. Each pod has its own address, so they need
 no choice. */}}
 {{- define "baton.ports" -}}
-{http: 8000, grpc: 8001, internal: 8002, transfer: 8003, admin: 9000, etcd: 2379, etcdTls: 2378}
+{http: 8000, grpc: 8001, internal: 8002, transfer: 8003, admin: 9000, etcd: 2379}
 {{- end -}}
 
 {{- define "baton.modelCachePath" -}}/var/cache/baton/models{{- end -}}
@@ -50,7 +50,7 @@ no choice. */}}
   {{- if eq $registry.type "etcd" -}}
     {{- $endpoints = list -}}
     {{- range include "baton.etcdHosts" .root | fromYamlArray -}}
-      {{- $endpoints = append $endpoints (printf "%s:%v" . (get $ports (ternary "etcd" "etcdTls" (not $secure)))) -}}
+      {{- $endpoints = append $endpoints (printf "%s:%v" . $ports.etcd) -}}
     {{- end -}}
   {{- end -}}
   etcd{{ if $secure }}s{{ end }}://{{ join "," $endpoints }}/{{ include "baton.cluster" .root }}

@@ -43,12 +43,6 @@ ends that once all pods are those of the first. */}}
 {{- dig "metadata" "annotations" "baton/tls" "none" .live -}}
 {{- end -}}
 
-{{/* Whether etcd takes clients with TLS: also for one upgrade after the pods have none any more, as those before them still come so. */}}
-{{- define "baton.etcdHasTls" -}}
-{{- $live := lookup "apps/v1" "Deployment" .Release.Namespace (printf "%s-router" (include "baton.fullname" .)) | default dict -}}
-{{- if or (ne (include "baton.tls" .) "none") (and (not (empty $live)) (ne (include "baton.tlsBefore" (dict "live" $live)) "none")) -}}true{{- end -}}
-{{- end -}}
-
 {{/* A pod of `baton certs`. Takes root and account. */}}
 {{- define "baton.certsPod" -}}
 {{- $v := .root.Values -}}
