@@ -111,13 +111,15 @@ impl Etcd {
         Ok(())
     }
 
-    /// After a failure: while the cluster goes over to TLS, the next try is without it, or with it again.
-    async fn switch(&mut self) {
-        let Some(tls) = self.tls.as_mut().filter(|tls| tls.own.is_permissive()) else { return };
+    /// After a failure: while the cluster goes over to TLS, another try is worth it without TLS, or with it again. False: it is not.
+    async fn switch(&mut self) -> bool {
+        let Some(tls) = self.tls.as_mut().filter(|tls| tls.own.is_permissive()) else { return false };
         tls.plain = !tls.plain;
-        if let Ok(client) = connect(&self.endpoints, self.tls.as_ref()).await {
-            self.client = client;
+        match connect(&self.endpoints, self.tls.as_ref()).await {
+            Ok(client) => self.client = client,
+            Err(_) => return false,
         }
+        true
     }
 
     fn key(&self, id: WorkerId) -> String {
@@ -172,11 +174,11 @@ impl Hold for EtcdHold {
     }
 
     async fn renew(&mut self, member: &Member, changed: bool) -> Result<(), ClusterError> {
-        let renewed = self.try_renew(member, changed).await.map_err(|e| self.etcd.error(&e));
-        if renewed.is_err() {
-            self.etcd.switch().await;
+        let mut renewed = self.try_renew(member, changed).await;
+        if renewed.is_err() && self.etcd.switch().await {
+            renewed = self.try_renew(member, changed).await;
         }
-        renewed
+        renewed.map_err(|e| self.etcd.error(&e))
     }
 
     async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
@@ -249,14 +251,11 @@ impl Feed for EtcdFeed {
     }
 
     async fn open(&mut self) -> Result<Lists, ClusterError> {
-        let following = match self.list_and_watch().await {
-            Ok(following) => following,
-            Err(error) => {
-                let error = self.0.error(&error);
-                self.0.switch().await;
-                return Err(error);
-            }
-        };
+        let mut listed = self.list_and_watch().await;
+        if listed.is_err() && self.0.switch().await {
+            listed = self.list_and_watch().await;
+        }
+        let following = listed.map_err(|e| self.0.error(&e))?;
         let lists = futures::stream::unfold(Some(following), |following| async move {
             let mut following = following?;
             match following.next().await {
