@@ -15,9 +15,8 @@ use baton_types::random_u64;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, ObjectMeta, PostParams};
-use kube::{Client, Config};
 
-use super::{PATIENCE, answered};
+use super::{answered, client};
 use crate::certs::OwnCertificates;
 
 const CERTIFICATE: &str = "tls.crt";
@@ -138,14 +137,9 @@ fn held_of(texts: [(&str, &str); 3], good_until: u64) -> Held {
 
 /// Makes and renews what is wanted, in a namespace; default: that of the kubeconfig's context, or of this pod.
 pub async fn certs(wanted: &Wanted, namespace: Option<&str>) -> anyhow::Result<()> {
-    let mut config = Config::infer()
-        .await
-        .context("finding a Kubernetes cluster: neither a kubeconfig nor a pod's service account")?;
-    config.connect_timeout = Some(PATIENCE);
-    config.read_timeout = Some(PATIENCE);
-    let namespace = namespace.unwrap_or(&config.default_namespace).to_owned();
-    let api: Api<Secret> =
-        Api::namespaced(Client::try_from(config).context("setting up the Kubernetes client")?, &namespace);
+    let (client, default) = client().await?;
+    let namespace = namespace.map_or(default, str::to_owned);
+    let api: Api<Secret> = Api::namespaced(client, &namespace);
     let names =
         ["ca"].into_iter().chain(wanted.holders.iter().map(Holder::name)).map(|of| format!("{}-{of}", wanted.prefix));
     let mut secrets = BTreeMap::new();
@@ -157,6 +151,12 @@ pub async fn certs(wanted: &Wanted, namespace: Option<&str>) -> anyhow::Result<(
     if !secrets.contains_key(&format!("{}-ca", wanted.prefix)) && !secrets.is_empty() {
         let there = secrets.keys().cloned().collect::<Vec<_>>().join(", ");
         bail!("{there} are there, but the authority's Secret {}-ca is not; delete them, or put it back", wanted.prefix);
+    }
+    if secrets.is_empty() && wanted.change != Change::Nothing {
+        bail!(
+            "there are no Secrets {}-… in namespace {namespace}; name those that are there, or make new ones without this flag",
+            wanted.prefix
+        );
     }
     let there = secrets.iter().map(|(name, secret)| (name.clone(), held(secret))).collect();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();

@@ -73,13 +73,8 @@ impl Release {
         let name = matches.get_one::<String>("release")?.clone();
         let namespace = matches.get_one::<String>("namespace").cloned();
         Some(async move {
-            let mut config = Config::infer()
-                .await
-                .context("finding a Kubernetes cluster: neither a kubeconfig nor a pod's service account")?;
-            config.connect_timeout = Some(PATIENCE);
-            config.read_timeout = Some(PATIENCE);
-            let namespace = namespace.unwrap_or_else(|| config.default_namespace.clone());
-            let client = Client::try_from(config).context("setting up the Kubernetes client")?;
+            let (client, default) = client().await?;
+            let namespace = namespace.unwrap_or(default);
             let mut release = Release { client, namespace, name, tls };
             if release.tls.is_none() {
                 release.tls = release.own_certificate().await?;
@@ -188,6 +183,17 @@ impl Workload {
         let replicas = self.deployment.spec.as_ref().and_then(|spec| spec.replicas);
         u32::try_from(replicas.unwrap_or(1)).unwrap_or(0)
     }
+}
+
+/// A client of the cluster that this user, or this pod, works with, and the namespace to work in.
+async fn client() -> anyhow::Result<(Client, String)> {
+    let mut config = Config::infer()
+        .await
+        .context("finding a Kubernetes cluster: neither a kubeconfig nor a pod's service account")?;
+    config.connect_timeout = Some(PATIENCE);
+    config.read_timeout = Some(PATIENCE);
+    let namespace = config.default_namespace.clone();
+    Ok((Client::try_from(config).context("setting up the Kubernetes client")?, namespace))
 }
 
 /// Bounds the wait for an answer.

@@ -102,24 +102,25 @@ impl Registry for EtcdRegistry {
 impl Etcd {
     /// Makes the client anew if the certificates have changed since it was made.
     async fn refresh(&mut self) -> Result<(), Error> {
-        let Some(tls) = self.tls.as_mut() else { return Ok(()) };
-        let now = tls.own.pem();
-        if tls.pem != now {
-            tls.pem = now;
-            self.client = connect(&self.endpoints, self.tls.as_ref()).await?;
+        let Some(tls) = self.tls.as_ref() else { return Ok(()) };
+        let pem = tls.own.pem();
+        if tls.pem != pem {
+            self.take_up(ClientTls { pem, ..tls.clone() }).await?;
         }
         Ok(())
     }
 
     /// After a failure: while the cluster goes over to TLS, another try is worth it without TLS, or with it again. False: it is not.
     async fn switch(&mut self) -> bool {
-        let Some(tls) = self.tls.as_mut().filter(|tls| tls.own.is_permissive()) else { return false };
-        tls.plain = !tls.plain;
-        match connect(&self.endpoints, self.tls.as_ref()).await {
-            Ok(client) => self.client = client,
-            Err(_) => return false,
-        }
-        true
+        let Some(tls) = self.tls.as_ref().filter(|tls| tls.own.is_permissive()) else { return false };
+        self.take_up(ClientTls { plain: !tls.plain, ..tls.clone() }).await.is_ok()
+    }
+
+    /// Replaces the client by one that uses these certificates.
+    async fn take_up(&mut self, tls: ClientTls) -> Result<(), Error> {
+        self.client = connect(&self.endpoints, Some(&tls)).await?;
+        self.tls = Some(tls);
+        Ok(())
     }
 
     fn key(&self, id: WorkerId) -> String {

@@ -21,7 +21,7 @@ pub struct Load {
 }
 
 /// What is measured lately covers at least this time, and at most twice that.
-pub const SPAN: Duration = Duration::from_secs(15);
+const SPAN: Duration = Duration::from_secs(15);
 
 /// The steps lately, over two spans: the present one and the one before.
 #[derive(Clone, Copy, Debug, Default)]
