@@ -8,6 +8,7 @@ use baton_policy::Broken;
 use baton_types::WorkerId;
 
 use crate::control::Link;
+use crate::faults::Fault;
 use crate::membership::{Request, Sent};
 use crate::stream::Micros;
 
@@ -160,6 +161,9 @@ pub(crate) enum Event {
         feed: u64,
     },
     RegistryBack,
+    RegistryFails {
+        fault: Fault,
+    },
     // Workers.
     EngineTurn {
         process: Process,

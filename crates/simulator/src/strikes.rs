@@ -5,6 +5,7 @@ use baton_policy::Broken;
 use crate::Violation;
 use crate::events::{Event, Line, Place, Process};
 use crate::faults::Fault;
+use crate::stream::Micros;
 use crate::world::{Connection, World};
 
 impl World {
@@ -56,15 +57,32 @@ impl World {
             Some(fault @ (Fault::RegistryDown | Fault::RegistryEmptied))
                 if self.registry.is_up() && self.random.chance(200) =>
             {
-                self.faults.count(fault);
-                let until = self.now + self.random.within(10_000, 15_000_000);
-                self.lose_registry(until, fault == Fault::RegistryEmptied);
+                let back = self.registry_fails(fault);
+                if self.random.chance(400) {
+                    let again = back + self.random.within(1_000, 400_000);
+                    self.events.plan(again, Event::RegistryFails { fault });
+                }
             }
             Some(Fault::Drain) if self.random.chance(200) => self.drain_some(),
             Some(Fault::Join) if self.random.chance(200) => self.join_some()?,
             _ => {}
         }
         Ok(())
+    }
+
+    /// The registry fails again soon after it was back.
+    pub(crate) fn registry_fails_again(&mut self, fault: Fault) {
+        if !self.healed && self.registry.is_up() {
+            self.registry_fails(fault);
+        }
+    }
+
+    /// Takes the registry down. Returns when it is back.
+    fn registry_fails(&mut self, fault: Fault) -> Micros {
+        self.faults.count(fault);
+        let until = self.now + self.random.within(10_000, 15_000_000);
+        self.lose_registry(until, fault == Fault::RegistryEmptied);
+        until
     }
 
     fn corrupt(&mut self) {

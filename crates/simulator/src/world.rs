@@ -366,6 +366,7 @@ impl World {
             Event::Listed { router, feed, sent, .. } => return self.listed(router, feed, sent),
             Event::ListDue { router, feed } => self.list_due(router, feed),
             Event::RegistryBack => self.registry_back(),
+            Event::RegistryFails { fault } => self.registry_fails_again(fault),
             Event::EngineTurn { process: Process::Prefill(place), .. } => {
                 return self.engine_turn::<PrefillHost>(place);
             }
