@@ -183,10 +183,12 @@ impl Hold for EtcdHold {
     }
 
     async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
-        match self.lease.take() {
-            Some(id) => self.etcd.client.lease_revoke(id).await.map(drop).map_err(|e| self.etcd.error(&e)),
-            None => Ok(()),
+        let Some(id) = self.lease.take() else { return Ok(()) };
+        let mut revoked = self.try_revoke(id).await;
+        if revoked.is_err() && self.etcd.switch().await {
+            revoked = self.try_revoke(id).await;
         }
+        revoked.map_err(|e| self.etcd.error(&e))
     }
 }
 
@@ -209,6 +211,11 @@ impl EtcdHold {
             self.etcd.client.txn(txn).await?;
         }
         Ok(())
+    }
+
+    async fn try_revoke(&mut self, lease: i64) -> Result<(), Error> {
+        self.etcd.refresh().await?;
+        self.etcd.client.lease_revoke(lease).await.map(drop)
     }
 
     /// Renews the current lease and returns it; `None` if there is none any more.

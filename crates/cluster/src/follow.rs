@@ -6,6 +6,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_membership::{Follow, FollowAction, FollowInput, FollowNews, Known, List, OPEN, View};
+use baton_types::random_u64;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use tokio::sync::watch;
@@ -56,8 +57,8 @@ impl Follower {
 
 /// Performs the actions of [`Follow`].
 async fn follow<F: Feed>(mut feed: F, views: &watch::Sender<Arc<View>>) {
-    // Any seed will do: it only spreads the waits of processes that lost the same registry.
-    let (mut follow, mut action) = Follow::start(u64::from(std::process::id()), now());
+    // Spreads the waits of processes that lost the same registry. In a container each is process 1, so its number would not do.
+    let (mut follow, mut action) = Follow::start(random_u64(), now());
     let registry = feed.address().to_owned();
     let mut lists = None;
     loop {
