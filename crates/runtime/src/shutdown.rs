@@ -63,6 +63,19 @@ impl Shutdown {
         Ok(())
     }
 
+    /// From now on SIGHUP does not end the process. Call inside a tokio runtime.
+    pub fn outlive_hangups(&self) -> Result<(), RuntimeError> {
+        let mut hangups = signal(SignalKind::hangup()).map_err(RuntimeError::Signals)?;
+        tokio::spawn(async move {
+            while hangups.recv().await.is_some() {
+                info!(
+                    "SIGHUP: keys and certificates are read again when their files change; other settings need a restart"
+                );
+            }
+        });
+        Ok(())
+    }
+
     /// Starts the drain; `reason` is logged. Later calls change nothing. Any thread may call it.
     pub fn start(&self, reason: impl Into<String>) {
         let mut first = false;

@@ -32,6 +32,7 @@ fn as_child() {
 #[tokio::main]
 async fn component(stuck: bool) {
     let process = Process::start("toy", &ProcessConfig::default(), Default::default()).await.unwrap();
+    process.shutdown.outlive_hangups().unwrap();
     let shutdown = process.shutdown.clone();
     process.tasks.spawn("work", async move {
         shutdown.draining().await;
@@ -111,6 +112,18 @@ fn a_signal_drains_and_ends_cleanly() {
         assert_eq!(child.expect("ended"), "Clean");
         assert!(child.child.wait().unwrap().success());
     }
+}
+
+#[test]
+fn a_hangup_ends_nothing() {
+    let mut child = Running::start("idle");
+    let admin: SocketAddr = child.expect("ready").parse().unwrap();
+    for _ in 0..2 {
+        child.signal(Signal::HUP);
+        assert_eq!(get_blocking(admin, "/ready"), (200, "ready\n".to_owned()));
+    }
+    child.signal(Signal::TERM);
+    assert_eq!(child.expect("ended"), "Clean");
 }
 
 #[test]

@@ -111,6 +111,7 @@ impl Node {
         let (told, signals) = watch::channel(None);
         let routes = AdminRoutes { open: signals::routes(signals), ..AdminRoutes::default() };
         let process = Process::start(N::ROLE.as_str(), &config.process, routes).await?;
+        process.shutdown.outlive_hangups()?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
