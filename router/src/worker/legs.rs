@@ -39,7 +39,8 @@ pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeR
                 None => Err(LegEnd::Early),
             };
             match word {
-                Ok(word) => {
+                Ok(None) => {}
+                Ok(Some(word)) => {
                     // Stop here. Reading on would report the end of the stream as a failure ([`LegEnd::Early`]).
                     let last = word.is_last();
                     yield ChoiceInput::DecodeSaid(word);
@@ -72,7 +73,8 @@ pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::Prefil
                 None => Err(LegEnd::Early),
             };
             match word {
-                Ok(word) => {
+                Ok(None) => {}
+                Ok(Some(word)) => {
                     let last = word.is_last();
                     yield ChoiceInput::PrefillSaid(word);
                     if last {
@@ -85,39 +87,35 @@ pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::Prefil
     })
 }
 
-fn decode_word(event: v1::DecodeEvent) -> Result<DecodeWord, LegEnd> {
-    Ok(match event.event {
-        Some(DecodeEvent::Reserved(v1::Reserved { target })) => DecodeWord::Reserved { target },
-        Some(DecodeEvent::Scored(v1::Scored { tokens })) => {
-            DecodeWord::Scored(tokens.into_iter().map(Into::into).collect())
-        }
-        Some(DecodeEvent::Token(token)) => DecodeWord::Token(token.into()),
-        Some(DecodeEvent::Started(v1::Started { cached_tokens })) => DecodeWord::Started { cached_tokens },
-        Some(DecodeEvent::Finished(v1::Finished { reason })) => DecodeWord::Finished(finish_reason(reason)?),
-        None => return Err(unknown_event("decode")),
-    })
+/// What a decode worker says; None for an event that only later versions know, which is skipped.
+fn decode_word(event: v1::DecodeEvent) -> Result<Option<DecodeWord>, LegEnd> {
+    let Some(event) = event.event else { return Ok(None) };
+    Ok(Some(match event {
+        DecodeEvent::Reserved(v1::Reserved { target }) => DecodeWord::Reserved { target },
+        DecodeEvent::Scored(v1::Scored { tokens }) => DecodeWord::Scored(tokens.into_iter().map(Into::into).collect()),
+        DecodeEvent::Token(token) => DecodeWord::Token(token.into()),
+        DecodeEvent::Started(v1::Started { cached_tokens }) => DecodeWord::Started { cached_tokens },
+        DecodeEvent::Finished(v1::Finished { reason }) => DecodeWord::Finished(finish_reason(reason)?),
+    }))
 }
 
-fn prefill_word(event: v1::PrefillEvent) -> Result<PrefillWord, LegEnd> {
-    Ok(match event.event {
-        Some(PrefillEvent::Scored(v1::Scored { tokens })) => {
+/// The same for a prefill worker.
+fn prefill_word(event: v1::PrefillEvent) -> Result<Option<PrefillWord>, LegEnd> {
+    let Some(event) = event.event else { return Ok(None) };
+    Ok(Some(match event {
+        PrefillEvent::Scored(v1::Scored { tokens }) => {
             PrefillWord::Scored(tokens.into_iter().map(Into::into).collect())
         }
-        Some(PrefillEvent::FirstToken(v1::FirstToken { token, finish, cached_tokens })) => {
+        PrefillEvent::FirstToken(v1::FirstToken { token, finish, cached_tokens }) => {
             let token = token.ok_or_else(|| unclear("first_token.token is missing"))?.into();
             PrefillWord::FirstToken { token, finish: finish.map(finish_reason).transpose()?, cached_tokens }
         }
-        Some(PrefillEvent::Transferred(_)) => PrefillWord::Transferred,
-        None => return Err(unknown_event("prefill")),
-    })
+        PrefillEvent::Transferred(_) => PrefillWord::Transferred,
+    }))
 }
 
 fn unclear(message: impl Into<String>) -> LegEnd {
     LegEnd::Unclear { message: message.into() }
-}
-
-fn unknown_event(role: &str) -> LegEnd {
-    unclear(format!("the {role} worker sent an event this version does not know"))
 }
 
 fn finish_reason(number: i32) -> Result<FinishReason, LegEnd> {
