@@ -97,7 +97,7 @@ impl Engine {
         let seq = row.seq;
         let decode = u64::from(row.samples && row.len == 1);
         let Some(sequence) = self.landed(row) else {
-            self.decoded_in_vain += decode;
+            self.decoded_wasted += decode;
             return;
         };
         sequence.computed += row.len;

@@ -53,7 +53,7 @@ pub struct Engine {
     pub(crate) preemptions: u64,
     pub(crate) hit_tokens: u64,
     pub(crate) decoded: u64,
-    pub(crate) decoded_in_vain: u64,
+    pub(crate) decoded_wasted: u64,
     /// First error of a block operation that should never fail; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
@@ -85,7 +85,7 @@ impl Engine {
             preemptions: 0,
             hit_tokens: 0,
             decoded: 0,
-            decoded_in_vain: 0,
+            decoded_wasted: 0,
             defect: None,
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
@@ -300,8 +300,8 @@ impl Engine {
     }
 
     /// Decode rows computed after their answer had ended.
-    pub fn decoded_in_vain(&self) -> u64 {
-        self.decoded_in_vain
+    pub fn decoded_wasted(&self) -> u64 {
+        self.decoded_wasted
     }
 
     /// Blocks evicted from the prefix cache.

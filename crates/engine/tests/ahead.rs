@@ -49,7 +49,7 @@ fn answers_and_prompts_go_on_behind_the_step_in_flight() {
     assert!(rig.launch().is_none(), "and so is the second");
     rig.collect(fourth);
     assert!(rig.engine.idle());
-    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_in_vain()), (3, 0));
+    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_wasted()), (3, 0));
     assert_eq!(ends(&rig), [(0, FinishReason::Length), (1, FinishReason::Length)]);
     // I1
     assert_eq!(rig.tokens_of(short), alone(&request(Start::Compute, 3, 3)));
@@ -71,10 +71,10 @@ fn an_answer_that_ended_has_a_row_in_vain_and_keeps_its_blocks_for_it() {
     rig.submit(Start::Compute, 8, 1);
     assert!(rig.launch().is_none(), "no room yet");
     let events = rig.events.len();
-    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_in_vain()), (0, 0), "a prompt's is not decoded");
+    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_wasted()), (0, 0), "a prompt's is not decoded");
     rig.collect(second);
     assert_eq!((rig.events.len(), rig.blocks().0), (events, 0), "nobody hears of its token");
-    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_in_vain()), (0, 1));
+    assert_eq!((rig.engine.decoded_tokens(), rig.engine.decoded_wasted()), (0, 1));
     assert_eq!(rig.step(), [(1, 8)]);
 }
 

@@ -53,7 +53,7 @@ pub const PREFILL_TOKENS: &str = "baton_prefill_tokens_total";
 /// Counter: tokens delivered from decode rows.
 pub const DECODE_TOKENS: &str = "baton_decode_tokens_total";
 /// Counter: decode rows computed after their answer had ended.
-pub const DECODED_IN_VAIN: &str = "baton_decode_tokens_in_vain_total";
+pub const DECODED_WASTED: &str = "baton_decode_tokens_wasted_total";
 /// Histogram, seconds: one engine step.
 pub const STEP_SECONDS: &str = "baton_step_seconds";
 /// Counter by `transport`: KV bytes that a prefill worker wrote in verified handoffs.
@@ -162,7 +162,7 @@ fn describe() {
     describe_gauge!(SWAP_BLOCKS, Unit::Count, "Blocks of host memory for preempted sequences, by state.");
     describe_counter!(PREFILL_TOKENS, Unit::Count, "Prompt tokens computed.");
     describe_counter!(DECODE_TOKENS, Unit::Count, "Tokens decoded and told of.");
-    describe_counter!(DECODED_IN_VAIN, Unit::Count, "Tokens decoded for answers that had ended by then.");
+    describe_counter!(DECODED_WASTED, Unit::Count, "Tokens decoded for answers that had ended by then.");
     describe_histogram!(STEP_SECONDS, Unit::Seconds, "One engine step.");
     describe_counter!(TRANSFER_BYTES, Unit::Bytes, "KV bytes of verified handoffs written to peers, by transport.");
     describe_counter!(TRANSFER_SLICES, Unit::Count, "Pieces they were written in, by transport.");

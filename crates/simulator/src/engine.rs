@@ -219,12 +219,12 @@ impl World {
     pub(crate) fn count_engines(&mut self) {
         let of = |engine: &Engine| {
             let hits = engine.prefix_hit_tokens();
-            [engine.preemptions(), engine.evictions(), hits, engine.decoded_in_vain()]
+            [engine.preemptions(), engine.evictions(), hits, engine.decoded_wasted()]
         };
         let prefills = self.prefills.iter().filter_map(|prefill| Some(of(prefill.thread.as_ref()?.core.engine())));
         let decodes = self.decodes.iter().filter_map(|decode| Some(of(decode.thread.as_ref()?.core.engine())));
         for counts in prefills.chain(decodes).collect::<Vec<_>>() {
-            let names = ["preemptions", "evictions", "tokens found cached", "rows decoded in vain"];
+            let names = ["preemptions", "evictions", "tokens found cached", "rows decoded for nothing"];
             names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count));
         }
     }

@@ -47,7 +47,7 @@ fn report_engine<R: RoleCore>(core: &WorkerCore<R>, now: &Snapshot) {
     counter!(names::PREFIX_HIT_TOKENS).absolute(e.prefix_hit_tokens());
     counter!(names::CACHE_EVICTIONS).absolute(e.evictions());
     counter!(names::DECODE_TOKENS).absolute(e.decoded_tokens());
-    counter!(names::DECODED_IN_VAIN).absolute(e.decoded_in_vain());
+    counter!(names::DECODED_WASTED).absolute(e.decoded_wasted());
     counter!(names::PREEMPTIONS).absolute(e.preemptions());
     counter!(names::SWAPS).absolute(e.swaps());
     for (direction, blocks) in ["out", "in"].into_iter().zip(e.swapped_blocks()) {
