@@ -49,7 +49,7 @@ pub fn command() -> Command {
             Arg::new("no-hopper")
                 .long("no-hopper")
                 .action(ArgAction::SetTrue)
-                .help("On a Hopper GPU: attention by the kernel that all others have"),
+                .help("On a Hopper GPU: use the generic attention kernel, not Hopper's own"),
         )
         .arg(
             Arg::new("quantization")

@@ -75,7 +75,7 @@ fn places() -> [Arg; 3] {
         Arg::new("to")
             .long("to")
             .value_name("HOST:PORT")
-            .help("Measure to who listens there; default: to a child process"),
+            .help("Send to the receiver at this address; default: to a child process"),
         flag("once", "With --listen: end with the first").requires("listen").hide(true),
     ]
 }

@@ -24,7 +24,7 @@ const KEY: &str = "tls.key";
 const AUTHORITIES: &str = "ca.crt";
 /// Annotation: until when a certificate is good, in seconds since 1970.
 const GOOD_UNTIL: &str = "baton/good-until";
-/// A certificate with less than one part in so many of its time left is renewed.
+/// Certificates are renewed when less than 1/`RENEWED_AT` of their lifetime is left.
 const RENEWED_AT: u64 = 3;
 const DAY: u64 = 24 * 3600;
 

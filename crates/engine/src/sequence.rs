@@ -35,8 +35,7 @@ pub struct NewSequence {
     pub start: Start,
     /// Time at which it fails if it has not ended.
     pub deadline: Option<Time>,
-    /// Whom it shares KV with. `None`: with nobody, and its own KV is not kept; so it is, too, when log probabilities of the
-    /// prompt are asked for.
+    /// Its key in the prefix cache. `None`: the cache is neither read nor filled. The same when log probabilities of the prompt are asked for.
     pub prefix: Option<Prefix>,
     /// Lower values are served earlier, under [`crate::Order::Priority`].
     pub priority: i32,

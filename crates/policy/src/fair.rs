@@ -61,7 +61,7 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         ticket
     }
 
-    /// Forgets tenants of which nothing waits, those first that have had least: they lose least by it.
+    /// Drops idle tenants, those with the lowest counters first: they lose least by it.
     fn forget(&mut self) {
         let idle = self.tenants.iter().filter(|(_, line)| line.waiting.is_empty());
         let mut idle: Vec<(u64, K)> = idle.map(|(tenant, line)| (line.counter, tenant.clone())).collect();

@@ -83,7 +83,7 @@ pub struct AdminServer {
 pub struct AdminRoutes {
     /// For everybody who reaches it, as the metrics are.
     pub open: Router,
-    /// For who has the token; without one, on loopback only.
+    /// Needs the admin token; if none is configured, served on loopback only.
     pub guarded: Router,
 }
 

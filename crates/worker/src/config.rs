@@ -123,9 +123,9 @@ baton_runtime::config! {
         /// Prompt tokens that fill a step. More than saturate the hardware only make prompts wait for each other. auto: the number that
         /// saturates it, measured at the start.
         pack_tokens: PackTokens = PackTokens::Auto,
-        /// Time to a first token that the worker is to keep. Its load (/load, baton_load) is 1 when the prompts that wait take this long.
+        /// Target for the time to first token. The worker's load (/load, baton_load) is 1 when computing its queued prompts takes this long.
         slo_ttft: Duration = Duration::from_secs(1),
-        /// Time between two tokens of an answer that the worker is to keep. Its load is 1 when they take this long.
+        /// Target for the time between two tokens of an answer. The worker's load is 1 when they take this long.
         slo_itl: Duration = Duration::from_millis(100),
         /// Most sequences in the running batch.
         max_running: u32 = 64,

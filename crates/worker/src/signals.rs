@@ -27,9 +27,8 @@ pub(crate) struct Limits {
 /// The signals of one worker.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub(crate) struct Signals {
-    /// The largest of five shares: `queue_seconds` of the TTFT that is to be kept; `prefilling`; of the ITL that is to be kept, what comes
-    /// on top of the fastest step; `kv_in_use`; and sequences, running and waiting, of those that may run. 0 while the worker drains: nobody
-    /// need come in its place.
+    /// The largest of five shares: `queue_seconds` / the target of the TTFT; `prefilling`; (ITL - fastest step) / (target of the ITL - fastest
+    /// step); `kv_in_use`; and sequences, running and waiting / `max_running`. 0 while the worker drains: nothing has to replace it.
     pub load: f64,
     /// Prompt tokens that are to be computed here.
     pub queued_tokens: u64,

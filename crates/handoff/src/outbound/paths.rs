@@ -56,7 +56,7 @@ struct Path {
     transport: TransportKind,
     /// Why it can never be used; None when it can.
     barred: Option<String>,
-    /// Moving sum over handoffs; `seconds` is the one of the time they took.
+    /// Moving sums over handoffs: bytes moved, and seconds they took.
     bytes: f64,
     seconds: f64,
     handoffs: u64,
