@@ -1,4 +1,4 @@
-//! Reads the bodies of HTTP requests: each bounded in size and time, all together bounded in memory (I5).
+//! Reads the bodies of requests: each bounded in size and time, all together bounded in memory (I5).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::error::RequestError;
 
-/// A body may take this long to arrive, and a second more for each [`PACE`] bytes that have come.
+/// A body may pause this long: it has to bring [`PACE`] bytes a second, counted over this time at most. What came fast before buys no more.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PACE: u32 = 16 << 10;
 /// What a value of a large body may cost once it is read: a text or the name of a field, an array or an object.
@@ -21,6 +21,12 @@ const VALUE: usize = 128;
 const ELEMENT: usize = 32;
 /// Most texts, names, arrays and objects of a body. Conversations of thousands of messages have fewer.
 const MAX_VALUES: usize = 256 << 10;
+/// What a field of a gRPC message may cost once it is decoded.
+const FIELD: usize = 256;
+/// Where a call's message begins: after a byte of flags and four of its length.
+const MESSAGE: usize = 5;
+/// How deep messages of the gRPC API lie in each other.
+const DEPTH: usize = 6;
 /// Bytes that a permit of the memory stands for.
 const UNIT: usize = 1 << 10;
 
@@ -56,7 +62,7 @@ impl Bodies {
     /// The share grows with what has arrived: a client that says a length and sends nothing holds nothing. It is never waited for, so no two
     /// bodies wait for each other's end.
     pub async fn read(&self, body: Body) -> Result<Held, RequestError> {
-        let begun = Instant::now();
+        let mut pace = Pace::begin();
         let said = body.size_hint().exact().map(|length| usize::try_from(length).unwrap_or(usize::MAX));
         if said.is_some_and(|length| length > self.limit) {
             return Err(self.too_large());
@@ -66,13 +72,12 @@ impl Bodies {
         held.bytes.reserve_exact(said.unwrap_or(0));
         let mut chunks = body.into_data_stream();
         loop {
-            let slow = |_| RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time");
-            let until = begun + PATIENCE + Duration::from_secs(1) * held.bytes.len() as u32 / PACE;
-            match timeout_at(until, chunks.next()).await.map_err(slow)? {
+            match timeout_at(pace.until, chunks.next()).await.map_err(|_| slow())? {
                 None => return Ok(held),
                 Some(Ok(chunk)) if held.bytes.len() + chunk.len() <= self.limit => {
                     let length = held.bytes.len() + chunk.len();
                     self.grow(&mut held.share, length)?;
+                    pace.came(chunk.len());
                     held.bytes.extend_from_slice(&chunk);
                 }
                 Some(Ok(_)) => return Err(self.too_large()),
@@ -91,6 +96,12 @@ impl Bodies {
             return Err(RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large"));
         }
         self.grow(&mut held.share, held.bytes.len() + values * VALUE + elements * ELEMENT)
+    }
+
+    /// The same for a message of a gRPC call. Decoding copies it.
+    pub fn weigh_message(&self, held: &mut Held) -> Result<(), RequestError> {
+        let message = held.bytes.get(MESSAGE..).unwrap_or_default();
+        self.grow(&mut held.share, 2 * held.bytes.len() + fields(message, DEPTH) * FIELD)
     }
 
     /// Takes memory for so many bytes, less what the share has already.
@@ -115,6 +126,55 @@ impl Bodies {
         let wrong = format!("the body is larger than {limit} bytes, the most this router takes (--body-limit)");
         RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large")
     }
+}
+
+/// How much of a body must have come by when.
+struct Pace {
+    until: Instant,
+}
+
+impl Pace {
+    fn begin() -> Pace {
+        Pace { until: Instant::now() + PATIENCE }
+    }
+
+    fn came(&mut self, bytes: usize) {
+        let earned = Duration::from_secs(1).mul_f64(bytes as f64 / f64::from(PACE));
+        self.until = (self.until + earned).min(Instant::now() + PATIENCE);
+    }
+}
+
+fn slow() -> RequestError {
+    RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time")
+}
+
+/// At most how many fields a protobuf message has, with those of the messages in it. A text that happens to look like a message counts as one.
+fn fields(mut message: &[u8], depth: usize) -> usize {
+    let mut count = 0;
+    while let Some(tag) = varint(&mut message) {
+        let length = match tag & 7 {
+            0 => varint(&mut message).map(|_| 0),
+            1 => Some(8),
+            2 => varint(&mut message).and_then(|length| usize::try_from(length).ok()),
+            5 => Some(4),
+            _ => None,
+        };
+        let Some((value, rest)) = length.and_then(|length| message.split_at_checked(length)) else { return count };
+        if tag & 7 == 2 && depth > 1 {
+            count += fields(value, depth - 1);
+        }
+        count += 1;
+        message = rest;
+    }
+    count
+}
+
+/// Takes a varint off the beginning.
+fn varint(bytes: &mut &[u8]) -> Option<u64> {
+    let length = bytes.iter().take(10).position(|byte| byte & 0x80 == 0)? + 1;
+    let (varint, rest) = bytes.split_at(length);
+    *bytes = rest;
+    Some(varint.iter().rev().fold(0, |value, byte| value << 7 | u64::from(byte & 0x7f)))
 }
 
 /// How many texts, arrays and objects JSON has, and how many commas.
@@ -184,6 +244,32 @@ mod tests {
         let late = bodies.read(drops(100, 1000)).await.err().unwrap();
         assert_eq!((late.kind, begun.elapsed().as_secs()), (ErrorKind::DeadlineExceeded, 10));
         assert_eq!(bodies.read(drops(PACE as usize, 300)).await.unwrap().bytes.len(), 300 * PACE as usize);
+        // However much came at once at first.
+        let rest = Body::from_stream(
+            stream::iter([Ok(vec![b'x'; 4 << 20].into())]).chain(drops(100, 1000).into_data_stream()),
+        );
+        let begun = Instant::now();
+        assert_eq!(bodies.read(rest).await.err().unwrap().kind, ErrorKind::DeadlineExceeded);
+        assert_eq!(begun.elapsed().as_secs(), 10);
+    }
+
+    #[test]
+    fn fields_of_messages_are_counted_also_those_of_broken_ones() {
+        // Field 1 is a text that looks like no message, field 2 a message with two fields, field 3 a number.
+        let message = [10, 2, b'~', b'~', 18, 4, 8, 1, 16, 2, 24, 200, 1];
+        assert_eq!((fields(&message, 2), fields(&message, 1)), (5, 3));
+        assert_eq!(fields(&[&[10, 0].repeat(1000)[..], &[0xff; 11]].concat(), 1), 1000);
+        assert_eq!((fields(&[], 3), fields(&[10, 5, 1], 3), fields(&[0x80], 3)), (0, 0, 0));
+    }
+
+    /// I5: many empty messages in one are small as bytes and large once they are decoded.
+    #[tokio::test]
+    async fn a_message_weighs_what_decoding_it_costs() {
+        let bodies = Bodies::new(64 << 10, Bytes(1 << 20));
+        let mut few = bodies.read(Body::from([&[0; 5][..], &[10, 100], &[0xff; 100]].concat())).await.unwrap();
+        bodies.weigh_message(&mut few).unwrap();
+        let mut many = bodies.read(Body::from([&[0; 5][..], &[10, 0].repeat(8 << 10)].concat())).await.unwrap();
+        assert_eq!(bodies.weigh_message(&mut many).unwrap_err().kind, ErrorKind::ResourceExhausted);
     }
 
     fn bodies() -> Bodies {

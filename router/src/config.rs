@@ -68,8 +68,8 @@ baton_runtime::config! {
         /// A TOML file with the API keys of clients, as hashes, and what each tenant may use; see docs/tenants.md. It is read again when
         /// it changes, and on SIGHUP. Default: no client needs a key.
         keys_file: Option<PathBuf> = None,
-        /// With keys_file: most prompt tokens at each worker that computes prompts, not counting those that are computed. The other requests
-        /// wait in the router, so that tenants take turns. More keeps fast workers busy; less lets others in sooner.
+        /// With keys_file: prompt tokens that may wait at each worker that computes prompts. Further requests wait in the router, so that
+        /// tenants take turns. More keeps fast workers busy; less lets other tenants in sooner.
         fair_window: u32 = 8192,
         /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
         /// Default: none.
@@ -78,7 +78,7 @@ baton_runtime::config! {
         request_timeout: Duration = Duration::from_secs(600),
         /// Maximum answers in progress at a time (a request with n=4 counts as 4); more are refused with 429.
         max_inflight: usize = 1024,
-        /// Maximum open connections, for HTTP and for gRPC each; more wait until one ends.
+        /// Maximum open connections, for HTTP and for gRPC each; one more takes the place of one that waits for a request.
         max_connections: usize = 4096,
         /// Maximum size of a request's body.
         body_limit: Bytes = Bytes(8 << 20),

@@ -41,7 +41,7 @@ pub(crate) struct Front {
     patience: Patience,
     pub bodies: Bodies,
     pub keep_alive: Duration,
-    send_timeout: Duration,
+    pub send_timeout: Duration,
     /// When the router started, seconds since 1970.
     pub started: u64,
     max_inflight: usize,

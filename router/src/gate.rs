@@ -1,5 +1,6 @@
 //! The tenants' queue in front of the workers, where clients need a key. The core in `baton-policy` decides whose turn it is.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use baton_policy::{Begun, Ticket};
@@ -16,6 +17,8 @@ type Core = baton_policy::Gate<u64, oneshot::Sender<Turn>>;
 pub(crate) struct Gate {
     /// Locked only briefly, never across an await.
     core: Mutex<Core>,
+    /// How many of those that wait are in the gauge, which has those of all models.
+    shown: AtomicUsize,
     workers: Arc<Workers>,
 }
 
@@ -36,7 +39,7 @@ pub(crate) struct Turn {
 impl Gate {
     /// A gate at which nobody waits.
     pub fn new(workers: Arc<Workers>) -> Arc<Gate> {
-        Arc::new(Gate { core: Mutex::default(), workers })
+        Arc::new(Gate { core: Mutex::default(), shown: AtomicUsize::new(0), workers })
     }
 
     fn core(&self) -> MutexGuard<'_, Core> {
@@ -57,11 +60,13 @@ impl Gate {
     pub fn open(self: &Arc<Gate>) {
         let room = self.workers.gate_room();
         loop {
-            let (begins, waiting) = {
+            let begins = {
                 let mut core = self.core();
-                (core.begin(&room), core.waiting())
+                let begins = core.begin(&room);
+                let shown = self.shown.swap(core.waiting(), Ordering::Relaxed);
+                gauge!(names::WAITING).increment(core.waiting() as f64 - shown as f64);
+                begins
             };
-            gauge!(names::WAITING).set(waiting as f64);
             let Some((sender, begun)) = begins else { return };
             // If the choice was given up meanwhile, its turn ends here, and the room is there for the next one.
             let _ = sender.send(Turn { gate: Arc::clone(self), begun: Some(begun) });

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
+use crate::admission::Admitted;
 use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
@@ -21,7 +22,6 @@ use crate::openai::{Reader, Said};
 use crate::prompt::{Prompt, Wanted};
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
-use crate::tenant::Tenant;
 use crate::tools::Call;
 
 /// Longest request id of a client, bytes. Longer ones are refused.
@@ -37,11 +37,6 @@ impl Inference {
     pub fn new(front: Arc<Front>) -> Inference {
         Inference { front }
     }
-
-    /// Who asks; None where clients need no key.
-    fn tenant(&self, metadata: &MetadataMap) -> Result<Option<Arc<Tenant>>, RequestError> {
-        self.front.tenant(metadata.get("authorization").map(|value| value.as_bytes()))
-    }
 }
 
 type Answers = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
@@ -50,15 +45,15 @@ type Answers = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> +
 impl v1::inference_server::Inference for Inference {
     type GenerateStream = Answers;
 
-    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Answers>, Status> {
-        let received = Instant::now();
-        let deadline = self.front.deadline(received, client_timeout(request.metadata()));
-        let input = self.tenant(request.metadata()).and_then(|tenant| {
-            let input = read(request.into_inner(), received, deadline, &self.front.models.defaults())?;
-            Ok(GenerateInput { tenant, ..input })
-        });
-        let input = input.inspect_err(|e| self.front.refused(e));
-        let input = input.map_err(|e| status(&e))?;
+    async fn generate(&self, mut request: Request<v1::GenerateRequest>) -> Result<Response<Answers>, Status> {
+        let admitted = request.extensions_mut().remove::<Admitted>();
+        let Admitted { tenant, received, .. } =
+            &admitted.ok_or_else(|| Status::internal("the call was not admitted"))?;
+        let deadline = self.front.deadline(*received, client_timeout(request.metadata()));
+        let input = read(request.into_inner(), *received, deadline, &self.front.models.defaults());
+        let input = input.inspect_err(|e| self.front.refused(e)).map_err(|e| status(&e))?;
+        let input = GenerateInput { tenant: tenant.clone(), ..input };
+        let request_id = input.request_id.clone();
         let (tools, chat) = (input.tools.clone(), matches!(input.prompts[..], [Prompt::Chat(..)]));
         let may_think = chat && !input.is_forced();
         let mut generation = self.front.generate(input).await.map_err(|e| status(&e))?;
@@ -115,16 +110,18 @@ impl v1::inference_server::Inference for Inference {
         });
         let given_up =
             RequestError::new(ErrorKind::Cancelled, "the answer was given up: its client read nothing of it");
-        let (answers, revoke) = revocable(answers, Err(status(&given_up)));
+        let (mut answers, revoke) = revocable(answers, Err(status(&given_up)));
         slot.when_given_back(revoke);
+        let unread = answers.unread(self.front.send_timeout);
+        answers.until_dropped(async move {
+            unread.await;
+            tracing::info!(request = %request_id, "request given up: its client read nothing of its answer (--send-timeout)");
+            slot.give_back();
+        });
         Ok(Response::new(Box::pin(answers)))
     }
 
-    async fn list_models(
-        &self,
-        request: Request<v1::ListModelsRequest>,
-    ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        self.tenant(request.metadata()).map_err(|e| status(&e))?;
+    async fn list_models(&self, _: Request<v1::ListModelsRequest>) -> Result<Response<v1::ListModelsResponse>, Status> {
         let info = |served: &Served| v1::ModelInfo {
             id: served.model.id().to_owned(),
             context_tokens: served.context_tokens(),
@@ -228,7 +225,7 @@ fn sampling(asked: v1::Sampling, defaults: SamplingParams) -> SamplingParams {
 }
 
 /// The status for an error. Its metadata has the field at fault (`param`) and the retry delay (`retry-after`, seconds).
-fn status(error: &RequestError) -> Status {
+pub(crate) fn status(error: &RequestError) -> Status {
     let mut status = baton_proto::status_of(error);
     if let Some(after) = error.retry_after_seconds() {
         status.metadata_mut().insert("retry-after", after.into());

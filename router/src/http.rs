@@ -24,10 +24,10 @@ use crate::openai::{
 };
 use crate::sink::EventKind;
 use crate::sse;
-use crate::tenant::Tenant;
+use crate::tenant::{Pass, Tenant};
 
 /// Length from which a body is parsed on a thread of its own, so that other requests do not wait for it.
-const LARGE: usize = 64 << 10;
+pub(crate) const LARGE: usize = 64 << 10;
 /// Longest request id of a client, bytes. Longer ones are replaced.
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
@@ -253,22 +253,20 @@ async fn model(State(door): State<Door>, Path(id): Path<String>, headers: Header
     }
 }
 
-/// The body of a request that needs no worker, and whose it is.
-async fn small(door: &Door, request: Request) -> Result<(Option<Arc<Tenant>>, Held), RequestError> {
+/// The body of a request that needs no worker, and its tenant's permission, which counts as that of any other request.
+async fn small(door: &Door, request: Request) -> Result<(Option<Pass>, Held), RequestError> {
     let tenant = tenant(&door.front, request.headers())?;
-    if let Some(tenant) = &tenant {
-        tenant.has_room()?;
-    }
+    let pass = tenant.map(|tenant| tenant.admit(1)).transpose()?;
     let body = door.front.bodies.read(request.into_body()).await?;
-    Ok((tenant, body))
+    Ok((pass, body))
 }
 
 async fn tokenize(State(door): State<Door>, request: Request) -> Response {
     let answer = async {
-        let (tenant, body) = small(&door, request).await?;
+        let (pass, body) = small(&door, request).await?;
         // The same tokens as those of the tenant's requests without a salt of their own.
-        let salt =
-            tenant.map(|tenant| tenant.standing(Standing::default())).transpose()?.unwrap_or_default().cache_salt;
+        let standing = pass.as_ref().map(|pass| pass.tenant().standing(Standing::default())).transpose()?;
+        let salt = standing.unwrap_or_default().cache_salt;
         let (fields, _share) = parsed(&door.front, body, openai::TokenizeFields::read).await?;
         openai::tokenize(fields, &door.front.models, &salt).await
     };
@@ -277,7 +275,7 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
 
 async fn detokenize(State(door): State<Door>, request: Request) -> Response {
     let answer = async {
-        let (_, body) = small(&door, request).await?;
+        let (_pass, body) = small(&door, request).await?;
         let front = Arc::clone(&door.front);
         let (text, _) = parsed(&door.front, body, move |bytes| openai::detokenize(bytes, &front.models)).await?;
         Ok(text)

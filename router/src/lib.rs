@@ -17,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 mod body;
 mod config;
 mod conversation;

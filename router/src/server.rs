@@ -31,6 +31,8 @@ use crate::serving::{ListenerTls, Serving};
 use crate::view_file;
 use crate::watcher::{INFERENCE, Watcher};
 
+/// Maximum size of a message to health or reflection, which need no key.
+const SMALL: usize = 64 << 10;
 const HEALTH: &str = "grpc.health.v1.Health";
 
 /// The registry from which the router learns of its workers.
@@ -89,6 +91,7 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     let page = Arc::new(OnceLock::new());
     let routes = AdminRoutes { guarded: cluster_page(Arc::clone(&page)), ..AdminRoutes::default() };
     let process = Process::start("router", &config.process, routes).await?;
+    process.shutdown.outlive_hangups()?;
     let mut bound = Bound::listen(&config).await?;
     if config.keys_file.is_some() {
         bound.hangups = Some(signal(SignalKind::hangup()).map_err(RuntimeError::Signals)?);
@@ -247,7 +250,7 @@ impl Bound {
         let front = Arc::new(Front::new(Arc::clone(&models), shutdown.clone(), limits, keys));
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
-        routes.add_service(health_service);
+        routes.add_service(health_service.max_decoding_message_size(SMALL));
         let reflection = || {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
@@ -257,7 +260,9 @@ impl Bound {
                 .with_service_name(HEALTH)
         };
         // Reflection clients speak v1 or v1alpha.
-        routes.add_service(reflection().build_v1()?).add_service(reflection().build_v1alpha()?);
+        let (v1, v1alpha) = (reflection().build_v1()?, reflection().build_v1alpha()?);
+        routes.add_service(v1.max_decoding_message_size(SMALL));
+        routes.add_service(v1alpha.max_decoding_message_size(SMALL));
         let inference = InferenceServer::new(Inference::new(Arc::clone(&front)));
         routes.add_service(inference.max_decoding_message_size(limits.body_limit));
         if let (RegistryChoice::Embedded(registry), true) = (&registry, config.registry_on_grpc) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::Request;
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use baton_cluster::EmbeddedRegistry;
 use baton_runtime::places::holding;
@@ -15,6 +15,7 @@ use tokio::net::TcpListener;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
+use crate::admission;
 use crate::front::Front;
 use crate::held::{self, Caller, Held};
 use crate::listener::{self, Bounds};
@@ -62,6 +63,8 @@ impl Serving {
             None => Server::builder(),
         };
         let incoming = held::incoming(listener, self.bounds, self.tls.grpc.clone());
+        let admitted = from_fn_with_state(Arc::clone(&self.front), admission::admit);
+        let routes = Routes::from(routes.into_axum_router().layer(admitted));
         self.until_last(server, incoming, routes, || {}).await;
     }
 

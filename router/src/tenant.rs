@@ -48,6 +48,13 @@ pub(crate) struct Pass {
     answers: u32,
 }
 
+impl Pass {
+    /// Whose it is.
+    pub fn tenant(&self) -> &Tenant {
+        &self.tenant
+    }
+}
+
 impl Drop for Pass {
     fn drop(&mut self) {
         self.tenant.state().meter.release(self.answers);

@@ -3,10 +3,14 @@
 use std::time::Duration;
 
 use crate::support::{Cluster, Decode, config};
+use baton_proto::v1;
+use baton_proto::v1::generate_request::Input;
+use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tonic::transport::Channel;
 
 /// Answers of a request; together they are far larger than what sockets hold.
 const CHOICES: usize = 64;
@@ -43,6 +47,30 @@ async fn a_client_that_stops_reading_loses_its_place_and_its_connection() {
     let mut rest = Vec::new();
     let _ = stalled.read_to_end(&mut rest).await;
     assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
+    cluster.stop().await;
+}
+
+/// I5: the answers are so short that nothing waits for room.
+#[tokio::test]
+async fn a_grpc_client_that_never_reads_loses_its_places() {
+    const PLACES: usize = 8;
+    let limits = RouterConfig { send_timeout: Duration::from_millis(300), max_inflight: PLACES, ..config() };
+    let cluster = Cluster::with(limits, 0, 1, &["hello"]).await;
+    cluster.worker(0).decode_will(vec![Decode::Slow(Duration::from_millis(20)); PLACES]);
+    let endpoint = Channel::from_shared(cluster.grpc_url()).unwrap();
+    let client = InferenceClient::new(endpoint.initial_stream_window_size(0).connect().await.unwrap());
+    let sampling = Some(v1::Sampling { max_tokens: Some(3), ..Default::default() });
+    let request = v1::GenerateRequest { input: Some(Input::Text("hi".into())), sampling, ..Default::default() };
+    let mut stalled = Vec::new();
+    for _ in 0..PLACES {
+        stalled.push(client.clone().generate(request.clone()).await.unwrap());
+    }
+    let all = json!({"prompt": "hi", "max_tokens": 1, "n": PLACES});
+    assert_eq!(cluster.ask("/v1/completions", &all).await.0, 429, "every place is taken");
+    while cluster.ask("/v1/completions", &all).await.0 == 429 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    drop(stalled);
     cluster.stop().await;
 }
 

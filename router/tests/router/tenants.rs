@@ -4,13 +4,18 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::support::{Cluster, Decode, config};
+use axum::body::Body;
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
+use baton_runtime::Bytes;
+use futures::{StreamExt, stream};
 use reqwest::Response;
 use serde_json::{Value, json};
+use tonic::transport::Channel;
 use tonic::{Code, Request};
+use tower::Service;
 
 /// Of the keys "one" and "two".
 const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
@@ -73,6 +78,62 @@ async fn only_who_has_a_key_is_served() {
     for path in ["/health", "/ready"] {
         assert_eq!(cluster.http.get(cluster.url(path)).send().await.unwrap().status(), 200, "{path}");
     }
+    cluster.stop().await;
+}
+
+/// The status of a gRPC call whose body is this.
+async fn call(cluster: &Cluster, key: Option<&str>, body: Body) -> String {
+    let mut channel = Channel::from_shared(cluster.grpc_url()).unwrap().connect().await.unwrap();
+    let uri = format!("{}/baton.v1.Inference/Generate", cluster.grpc_url());
+    let mut request =
+        axum::http::Request::post(uri).header("content-type", "application/grpc").header("te", "trailers");
+    if let Some(key) = key {
+        request = request.header("authorization", format!("Bearer {key}"));
+    }
+    std::future::poll_fn(|cx| channel.poll_ready(cx)).await.unwrap();
+    let answer = channel.call(request.body(tonic::body::Body::new(body)).unwrap()).await.unwrap();
+    answer.headers()["grpc-status"].to_str().unwrap().to_owned()
+}
+
+/// A message that begins with so many bytes and has no end.
+fn endless(bytes: usize) -> Body {
+    let beginning = stream::iter([Ok::<_, std::io::Error>(vec![0; bytes])]);
+    Body::from_stream(beginning.chain(stream::pending()))
+}
+
+/// I5: otherwise whoever can reach the port could fill the memory with messages that are never complete.
+#[tokio::test]
+async fn a_grpc_call_is_let_in_before_its_message_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys.toml");
+    write(&path, &[("a", ONE, "")]);
+    let settings =
+        RouterConfig { keys_file: Some(path), body_limit: Bytes(64 << 10), body_memory: Bytes(64 << 10), ..config() };
+    let cluster = Cluster::with(settings, 0, 1, &["hello"]).await;
+    let (unauthenticated, exhausted) = (Code::Unauthenticated as i32, Code::ResourceExhausted as i32);
+    assert_eq!(call(&cluster, None, endless(100)).await, unauthenticated.to_string());
+    assert_eq!(call(&cluster, Some("two"), endless(100)).await, unauthenticated.to_string());
+    let one = || call(&cluster, Some("one"), Body::from(vec![0xff; 20 << 10]));
+    assert_ne!(one().await, exhausted.to_string());
+    {
+        let mut held = std::pin::pin!(call(&cluster, Some("one"), endless(40 << 10)));
+        // Bodies of others are refused once it has arrived.
+        loop {
+            tokio::select! {
+                status = &mut held => panic!("it has ended: {status}"),
+                status = one() => if status == exhausted.to_string() {
+                    break;
+                }
+            }
+        }
+    }
+    while one().await == exhausted.to_string() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let mut request = Request::new(v1::ListModelsRequest {});
+    request.metadata_mut().insert("authorization", "Bearer one".parse().unwrap());
+    let mut client = InferenceClient::connect(cluster.grpc_url()).await.unwrap();
+    assert_eq!(client.list_models(request).await.unwrap().into_inner().models.len(), 1);
     cluster.stop().await;
 }
 

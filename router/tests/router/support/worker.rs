@@ -5,6 +5,7 @@ use std::collections::{HashSet, VecDeque};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use baton_cluster::Role;
 use baton_proto::v1::decode_event::Event as DecodeEvent;
@@ -38,6 +39,8 @@ pub enum Decode {
     Freeze(usize),
     /// Sends this many tokens, then nothing more until the router drops the stream.
     Stall(usize),
+    /// Works correctly, and rests this long before each token.
+    Slow(Duration),
     /// Has this many tokens of the prompt cached, and needs no KV for the rest.
     Has(u32),
     /// Reports that the KV it received does not verify.
@@ -319,6 +322,8 @@ impl DecodeRun {
     }
 
     async fn run(&self, local: bool) -> Result<(), Dropped> {
+        // What only later versions know has to be skipped.
+        self.out.send(Ok(v1::DecodeEvent { event: None })).await.map_err(|_| Dropped)?;
         let given = self.sequence.tokens.len() - self.sequence.prompt_tokens as usize;
         let mut index = given;
         if let Decode::Has(cached_tokens) = self.plan {
@@ -353,6 +358,7 @@ impl DecodeRun {
                     return self.stall().await;
                 }
                 Decode::Stall(at) if *at == count => return self.stall().await,
+                Decode::Slow(rest) => tokio::time::sleep(*rest).await,
                 _ => {}
             }
             let (token, finish) = self.shared.world.sample(&self.sequence, index);
@@ -421,6 +427,8 @@ impl v1::prefill_server::Prefill for Service {
         }
         let (out, events) = mpsc::channel(1);
         tokio::spawn(async move {
+            // What only later versions know has to be skipped.
+            let _ = out.send(Ok(v1::PrefillEvent { event: None })).await;
             let index = sequence.tokens.len() - sequence.prompt_tokens as usize;
             if let Some(scored) = scores(&sequence) {
                 let event = Some(PrefillEvent::Scored(scored));
