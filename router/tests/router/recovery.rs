@@ -144,6 +144,19 @@ async fn a_worker_that_answers_errors_at_once_does_not_attract_load() {
     cluster.stop().await;
 }
 
+/// What the router has checked, a worker may still refuse by mistake.
+#[tokio::test]
+async fn a_worker_that_refuses_what_others_take_refuses_no_client() {
+    let settings = RouterConfig { placement: PlacementKind::LeastLoaded, ..config() };
+    let cluster = Cluster::with(settings, 0, 2, &[ANSWER]).await;
+    cluster.worker(0).decode_will(std::iter::repeat_n(Decode::Refuse(Status::invalid_argument("it is too long")), 100));
+    for _ in 0..10 {
+        whole(&cluster).await;
+    }
+    assert_eq!(cluster.worker(1).asked().len(), 10);
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn a_lost_worker_is_left_alone_until_it_answers_again() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
@@ -292,12 +305,14 @@ async fn workers_that_others_have_replaced_cost_no_attempt_and_get_no_prompt() {
 }
 
 #[tokio::test]
-async fn what_can_never_work_is_not_tried_again() {
-    let cluster = Cluster::start(1, 2, ANSWER).await;
-    cluster.worker(1).decode_will([Decode::Refuse(Status::invalid_argument("sequence.tokens is odd"))]);
+async fn what_two_workers_refuse_is_not_tried_again() {
+    let cluster = Cluster::start(0, 3, ANSWER).await;
+    for worker in 0..3 {
+        cluster.worker(worker).decode_will([Decode::Refuse(Status::invalid_argument("sequence.tokens is odd"))]);
+    }
     let (status, body) = cluster.ask("/v1/completions", &json!({"prompt": "hi"})).await;
     assert_eq!((status, &body["error"]["type"]), (400, &json!("invalid_request_error")));
-    assert_eq!(cluster.worker(2).asked().len(), 0);
+    assert_eq!((0..3).map(|worker| cluster.worker(worker).asked().len()).sum::<usize>(), 2);
     cluster.stop().await;
 }
 

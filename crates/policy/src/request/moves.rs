@@ -149,8 +149,10 @@ impl RequestMachine {
             let unclear = leg == Leg::Prefill && failure.kind == Unavailable && failure.worker == Condition::Usable;
             out.push(Action::Blame(if unclear { Leg::Transfer } else { leg }));
         }
-        let final_kind = matches!(failure.kind, InvalidArgument | NotFound | TooLarge | DeadlineExceeded);
-        if final_kind || self.attempt >= self.limits.max_attempts {
+        // The router has checked the request, so a worker that refuses it may be the one that is wrong. A second one decides.
+        let refused = |kind| matches!(kind, InvalidArgument | NotFound | TooLarge);
+        let agreed = refused(failure.kind) && self.last_failure.as_ref().is_some_and(|last| refused(last.kind));
+        if agreed || failure.kind == DeadlineExceeded || self.attempt >= self.limits.max_attempts {
             self.fail(failure, out);
             return false;
         }

@@ -116,6 +116,18 @@ fn a_path_that_breaks_is_nobodys_fault() {
 }
 
 #[test]
+fn a_request_is_refused_when_two_workers_refuse_it() {
+    for kind in [ErrorKind::InvalidArgument, ErrorKind::NotFound, ErrorKind::TooLarge] {
+        let refused = || Input::DecodeLost(lost(kind));
+        let (machine, actions) = after([local(D1), refused(), local(D2), token(0), finished(FinishReason::Stop)]);
+        assert_eq!((emitted(&actions), machine.avoid()), (vec![0], &[D1][..]));
+        let (machine, actions) = after([local(D1), refused(), local(D2), refused()]);
+        assert!(machine.ended());
+        assert_eq!(actions.last(), Some(&Action::Fail(lost(kind))));
+    }
+}
+
+#[test]
 fn a_lost_decode_worker_is_replaced_at_the_next_index() {
     let (machine, actions) = after([
         split(D1, P1),
