@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Loads a running router with AIPerf as its users do, over chats and completions, and checks that nothing failed.
 
-    load.py --url http://127.0.0.1:8000 --model smollm2 --aiperf PROGRAM
+    load.py --url http://127.0.0.1:8000 --model smollm2 --gguf FILE --aiperf VENV
+
+AIPerf makes prompts with a tokenizer in a Hugging Face directory; this one is the file's. The router counts the tokens.
 """
 
 import argparse
@@ -11,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 REQUESTS, TOKENS = 60, 32
 
 
 def load(args, endpoint, folder):
     """The summary that AIPerf writes."""
-    subprocess.run([args.aiperf, "profile", "--url", args.url, "--model", args.model, "--endpoint-type", endpoint, "--streaming",
-                    "--tokenizer", "builtin", "--use-server-token-count", "--concurrency", "6", "--request-count", str(REQUESTS),
+    subprocess.run([args.aiperf / "bin/python", BENCH / "gguf_directory.py", args.gguf, folder / "tokenizer"], check=True)
+    subprocess.run([args.aiperf / "bin/aiperf", "profile", "--url", args.url, "--model", args.model, "--endpoint-type", endpoint, "--streaming",
+                    "--tokenizer", str(folder / "tokenizer"), "--use-server-token-count", "--concurrency", "6", "--request-count", str(REQUESTS),
                     "--isl", "200", "--osl", str(TOKENS), "--extra-inputs", "ignore_eos:true", "--random-seed", "1", "--ui", "none",
                     "--artifact-dir", str(folder)], check=True, stdout=subprocess.DEVNULL)
     return json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
@@ -27,7 +31,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--aiperf", required=True)
+    parser.add_argument("--gguf", required=True, help="the model's file")
+    parser.add_argument("--aiperf", required=True, type=pathlib.Path, help="virtual environment with what aiperf.txt pins")
     args = parser.parse_args()
     failed = False
     for endpoint in ["chat", "completions"]:
