@@ -116,6 +116,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> TlsIo<S> {
         TlsIo { state, peer: TlsPeer::default(), address, complaints, beginning }
     }
 
+    /// The peer must send its first `bytes` bytes soon, with TLS or without.
+    pub fn beginning_with(self, bytes: usize) -> TlsIo<S> {
+        TlsIo { beginning: Some((bytes, Box::pin(sleep(HANDSHAKE)))), ..self }
+    }
+
     /// Who the peer is, as far as its certificate says.
     pub fn peer(&self) -> TlsPeer {
         self.peer.clone()
