@@ -167,7 +167,7 @@ pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
 
 /// A worker's error as the router receives it: its kind goes through a gRPC status code.
 pub(crate) fn answered(kind: ErrorKind, message: String) -> LegEnd {
-    LegEnd::Answered { kind: ErrorKind::from_grpc_code(kind.grpc_code()), message }
+    LegEnd::answered(kind.grpc_code(), message)
 }
 
 /// A refusal as the router receives it.

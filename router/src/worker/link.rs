@@ -13,7 +13,6 @@ use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::{MeantFor, says_another_worker};
 use baton_runtime::tls::{TlsRole, alpn};
 use baton_runtime::{Tls, TlsClient};
-use baton_types::ErrorKind;
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 use tonic::service::interceptor::InterceptedService;
@@ -135,15 +134,7 @@ fn leg_end(status: &Status) -> LegEnd {
             LegEnd::Lost { message: status.message().to_owned(), broken: Broken::Refused }
         }
         None if baton_proto::says_draining(status) => LegEnd::Draining { message: status.message().to_owned() },
-        None => LegEnd::Answered { kind: kind(status), message: status.message().to_owned() },
-    }
-}
-
-/// What kind of error a worker's status is. A worker that does not know this router, or lets it do nothing, is no client's fault.
-fn kind(status: &Status) -> ErrorKind {
-    match ErrorKind::from_grpc_code(status.code().into()) {
-        ErrorKind::Unauthenticated | ErrorKind::PermissionDenied => ErrorKind::Unavailable,
-        other => other,
+        None => LegEnd::answered(status.code().into(), status.message().to_owned()),
     }
 }
 

@@ -108,6 +108,16 @@ impl PrefillWord {
 }
 
 impl LegEnd {
+    /// The end of a stream that its worker ended with a gRPC status code. A worker that does not know this router, or lets it do nothing, is no
+    /// client's fault.
+    pub fn answered(code: i32, message: String) -> LegEnd {
+        let kind = match ErrorKind::from_grpc_code(code) {
+            ErrorKind::Unauthenticated | ErrorKind::PermissionDenied => ErrorKind::Unavailable,
+            other => other,
+        };
+        LegEnd::Answered { kind, message }
+    }
+
     /// True when a decode worker that waits for KV reports with this end that the KV will not come.
     fn is_about_kv(&self) -> bool {
         matches!(self, LegEnd::Answered { kind: ErrorKind::Unavailable | ErrorKind::PathLost, .. })
