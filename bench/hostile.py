@@ -336,6 +336,8 @@ def streams(options):
         print(f"memory: {router.memory() / 1e6:.0f} MB")
         result = json.loads(load.communicate()[0])
         print(f"of {result['requests']} streams that were read {result['failed']} failed; every one of {tokens} tokens came in the others")
+        pause = result["pause_ms"]
+        print(f"their longest pauses, where the workers' are 2,000 ms: p50 {pause['p50']:,.0f} ms, p99 {pause['p99']:,.0f} ms")
         del sockets
 
 

@@ -51,8 +51,19 @@ struct Load {
     tokens: u32,
     /// Connections that wait for a request.
     idle: RefCell<Vec<TcpStream>>,
-    /// Of each request: seconds from its time to its first token and to its end; or why it failed.
-    results: RefCell<Vec<Result<(f64, f64), String>>>,
+    /// Of each request; or why it failed.
+    results: RefCell<Vec<Result<Times, String>>>,
+}
+
+/// Times of a request, seconds.
+#[derive(Clone, Copy)]
+struct Times {
+    /// From when it was due to its first token.
+    first: f64,
+    /// From when it was due to its end.
+    last: f64,
+    /// The longest pause after its first token.
+    pause: f64,
 }
 
 /// Plays the load and prints the figures as JSON.
@@ -136,7 +147,7 @@ impl Load {
         self.results.borrow_mut().push(result);
     }
 
-    async fn answer(&self, count: u64, due: Instant) -> std::io::Result<(f64, f64)> {
+    async fn answer(&self, count: u64, due: Instant) -> std::io::Result<Times> {
         let idle = self.idle.borrow_mut().pop();
         let mut stream = match idle {
             Some(stream) => stream,
@@ -151,11 +162,16 @@ impl Load {
             None => stream.write_all(&self.body(self.salt ^ count)).await?,
         }
         let (mut text, mut first, mut seen) = (Vec::with_capacity(16 << 10), None, 0);
+        let (mut before, mut pause) = (Instant::now(), 0f64);
         // The last chunk of the body has no bytes.
         while !text.ends_with(b"\r\n0\r\n\r\n") {
             if stream.read_buf(&mut text).await? == 0 {
                 return Err(std::io::Error::other("the connection ended"));
             }
+            if first.is_some() {
+                pause = pause.max(before.elapsed().as_secs_f64());
+            }
+            before = Instant::now();
             if first.is_none() {
                 let new = &text[seen..];
                 first = new.windows(6).any(|window| window == b"data: ").then(|| due.elapsed().as_secs_f64());
@@ -172,12 +188,12 @@ impl Load {
             return Err(std::io::Error::other(format!("{got:?} tokens of {}", self.tokens)));
         }
         self.idle.borrow_mut().push(stream);
-        Ok((first.unwrap_or(last), last))
+        Ok(Times { first: first.unwrap_or(last), last, pause })
     }
 }
 
-fn report(results: &[Result<(f64, f64), String>], rate: f64) -> serde_json::Value {
-    let good: Vec<(f64, f64)> = results.iter().filter_map(|result| result.as_ref().ok().copied()).collect();
+fn report(results: &[Result<Times, String>], rate: f64) -> serde_json::Value {
+    let good: Vec<Times> = results.iter().filter_map(|result| result.as_ref().ok().copied()).collect();
     let failed: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
     let spread = |mut values: Vec<f64>| {
         values.sort_by(f64::total_cmp);
@@ -186,7 +202,8 @@ fn report(results: &[Result<(f64, f64), String>], rate: f64) -> serde_json::Valu
     };
     json!({
         "rate": rate, "requests": results.len(), "failed": failed.len(), "error": failed.first(),
-        "first_ms": spread(good.iter().map(|good| good.0).collect()),
-        "last_ms": spread(good.iter().map(|good| good.1).collect()),
+        "first_ms": spread(good.iter().map(|times| times.first).collect()),
+        "last_ms": spread(good.iter().map(|times| times.last).collect()),
+        "pause_ms": spread(good.iter().map(|times| times.pause).collect()),
     })
 }
