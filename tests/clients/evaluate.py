@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Scores a model with lm-eval twice: through a running router, and by transformers on the same weights.
 
-    evaluate.py --base-url http://127.0.0.1:8000/v1 --model NAME --weights DIRECTORY [--reference-python venv/bin/python]
+    evaluate.py --base-url http://127.0.0.1:8000/v1 --model NAME --weights DIRECTORY
 
 The task is made here: questions whose answers a small model knows, each with four answers to choose from by their log probabilities.
 DIRECTORY has the weights and the tokenizer in the form of transformers. Both scores must be the same, and so must, within rounding, the log
@@ -52,10 +52,10 @@ def write_task(folder):
     (folder / "capitals.yaml").write_text(TASK.format(data=data))
 
 
-def score(python, folder, model, arguments):
+def score(folder, model, arguments):
     out = folder / model
-    command = [python, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "capitals", "--include_path", folder,
-               "--output_path", out, "--log_samples", "--batch_size", "8"]
+    command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "capitals", "--include_path", folder,
+               "--output_path", out, "--log_samples", "--batch_size", "8", "--device", "cpu"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
     (results,) = out.rglob("results_*.json")
     (samples,) = out.rglob("samples_*.jsonl")
@@ -70,14 +70,13 @@ def main():
     arguments.add_argument("--base-url", required=True)
     arguments.add_argument("--model", required=True)
     arguments.add_argument("--weights", required=True)
-    arguments.add_argument("--reference-python", default=sys.executable)
     args = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         write_task(folder)
-        ours = score(sys.executable, folder, "local-completions",
+        ours = score(folder, "local-completions",
                      f"model={args.model},base_url={args.base_url}/completions,tokenizer={args.weights},num_concurrent=4,tokenized_requests=True")
-        theirs = score(args.reference_python, folder, "hf", f"pretrained={args.weights},dtype=float32,device=cpu")
+        theirs = score(folder, "hf", f"pretrained={args.weights},dtype=float32")
     print(f"through the router {ours[0]}, by transformers {theirs[0]}")
     gaps = [abs(a - b) for a, b in zip(ours[1], theirs[1], strict=True)]
     print(f"{len(gaps)} log likelihoods; the largest difference is {max(gaps):.4f}")
