@@ -209,7 +209,7 @@ def main():
         routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
     if options.dynamo:
         routers["dynamo"] = dynamo(options.dynamo)
-    rates, bursts = map(float, options.rates.split(",")), list(map(int, options.bursts.split(",")))
+    rates, bursts = list(map(float, options.rates.split(","))), list(map(int, options.bursts.split(",")))
     shares = options.shared.split(",") if options.shared else [None]
     rows, held = [], {}
     for rate, burst, shared in itertools.product(rates, bursts, shares):
