@@ -148,7 +148,7 @@ fn slow() -> RequestError {
     RequestError::new(ErrorKind::DeadlineExceeded, "the body did not arrive in time")
 }
 
-/// At most how many fields a protobuf message has, with those of the messages in it. A text that happens to look like a message counts as one.
+/// How many fields a protobuf message has, with those of the messages in it. A text that looks like a message is counted as if it were one.
 fn fields(mut message: &[u8], depth: usize) -> usize {
     let mut count = 0;
     while let Some(tag) = varint(&mut message) {
