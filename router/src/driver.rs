@@ -4,21 +4,23 @@
 //! It also fixes the order in which simultaneous events are reported.
 
 use std::future::pending;
-use std::pin::Pin;
 use std::sync::Arc;
 
-use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, RequestLimits, Sequence, Taken};
+use baton_policy::{
+    Choice, ChoiceInput, DecodeWord, Effect, NewRequest, Patience, PrefillWord, RequestLimits, Sequence, Taken,
+};
 use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut};
 use futures::StreamExt;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
 use crate::gate::{InLine, Turn};
 use crate::input::Standing;
 use crate::sink::Sink;
-use crate::worker::{Leg, Workers, open_decode, open_prefill};
+use crate::waits::{Alarm, Dormant};
+use crate::worker::{Leg, Word, Workers, open_decode, open_prefill};
 
 /// One choice to run.
 pub(crate) struct Job {
@@ -46,16 +48,26 @@ pub(crate) struct Driver {
     workers: Arc<Workers>,
     shutdown: Shutdown,
     sink: Sink,
-    decode: Option<Leg>,
-    prefill: Option<Leg>,
+    decode: Option<Leg<DecodeWord>>,
+    prefill: Option<Leg<PrefillWord>>,
     alarm: Alarm,
+    /// The client goes away, or the process waits no longer.
+    broken_off: Dormant<ChoiceInput>,
 }
 
 impl Driver {
     /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
         let alarm = Alarm::new(job.deadline);
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm }
+        let (gone, process) = (sink.client_gone(), shutdown.clone());
+        let broken_off = Dormant::new(async move {
+            tokio::select! {
+                biased;
+                () = gone => ChoiceInput::ClientGone,
+                () = process.forced() => ChoiceInput::Stopping,
+            }
+        });
+        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm, broken_off }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -92,9 +104,11 @@ impl Driver {
                 Some(turn) => return Ok(turn),
                 None => (ErrorKind::ResourceExhausted, "all places are taken, and other tenants have fewer; retry later"),
             },
-            () = self.sink.client_gone() => (ErrorKind::Cancelled, "the client went away while its request waited"),
-            () = self.shutdown.forced() => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
-            () = self.alarm.rings(Some(self.job.deadline.into_std())) => {
+            end = &mut self.broken_off => match end {
+                ChoiceInput::ClientGone => (ErrorKind::Cancelled, "the client went away while its request waited"),
+                _ => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
+            },
+            () = self.alarm.rings(Some(self.job.deadline)) => {
                 (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its tenant's turn")
             }
         };
@@ -157,11 +171,10 @@ impl Driver {
     async fn happens(&mut self, wake: Option<std::time::Instant>) -> ChoiceInput {
         tokio::select! {
             biased;
-            () = self.sink.client_gone() => ChoiceInput::ClientGone,
-            () = self.shutdown.forced() => ChoiceInput::Stopping,
+            end = &mut self.broken_off => end,
             // Prefill before decode: the decode stream may be ahead by as much as the sockets hold.
             said = next(&mut self.prefill) => said,
-            () = self.alarm.rings(wake) => ChoiceInput::Wake,
+            () = self.alarm.rings(wake.map(Instant::from_std)) => ChoiceInput::Wake,
             said = next(&mut self.decode) => said,
         }
     }
@@ -203,26 +216,8 @@ fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-/// A timer for a time that mostly moves on. It is set anew only when it must ring earlier, or has rung; so it may ring too early.
-struct Alarm(Pin<Box<Sleep>>);
-
-impl Alarm {
-    fn new(at: Instant) -> Alarm {
-        Alarm(Box::pin(sleep_until(at)))
-    }
-
-    /// Completes at this time or earlier; never without one.
-    async fn rings(&mut self, at: Option<std::time::Instant>) {
-        let Some(at) = at.map(Instant::from_std) else { return pending().await };
-        if at < self.0.deadline() || self.0.is_elapsed() {
-            self.0.as_mut().reset(at);
-        }
-        self.0.as_mut().await;
-    }
-}
-
 /// The next message of a leg. Never completes when the leg has ended or is absent.
-async fn next(leg: &mut Option<Leg>) -> ChoiceInput {
+async fn next<W: Word>(leg: &mut Option<Leg<W>>) -> ChoiceInput {
     if let Some(running) = leg {
         if let Some(said) = running.next().await {
             return said;

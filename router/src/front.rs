@@ -1,6 +1,8 @@
 //! The path behind both front doors: admission, planning, one driver per choice, one stream of events back.
 
+use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_policy::{Patience, Prefixes};
@@ -307,17 +309,22 @@ impl Generation {
 
     /// The next event; None after the end of the last choice, or after the first failure.
     pub async fn next(&mut self) -> Option<Event> {
+        poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    /// The same for who polls.
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Event>> {
         if self.ended() {
-            return None;
+            return Poll::Ready(None);
         }
-        match self.events.recv().await {
-            Some(event) => Some(self.noted(event)),
+        Poll::Ready(Some(match ready!(self.events.poll_recv(cx)) {
+            Some(event) => self.noted(event),
             None => {
                 self.open.clear();
                 let error = self.failure.get().cloned().unwrap_or_else(broken_off);
-                Some(Event { choice: 0, kind: EventKind::Failed(error) })
+                Event { choice: 0, kind: EventKind::Failed(error) }
             }
-        }
+        }))
     }
 
     /// The next event, if it is there already.

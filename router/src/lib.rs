@@ -12,7 +12,7 @@
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request. `models`: which model, and whose workers.
 //! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers. `reasoning`: thoughts, split from them.
-//! - `driver`, `worker`: run one choice on its workers. `sink`, `stop`: turn tokens into text.
+//! - `driver`, `worker`: run one choice on its workers. `waits`: waiting beside a busy stream. `sink`, `stop`: turn tokens into text.
 //! - `server`: puts the router together and starts it. `serving`: its listeners, until the last request has ended.
 
 #![forbid(unsafe_code)]
@@ -50,6 +50,7 @@ mod tenant;
 pub mod testing;
 mod tools;
 mod view_file;
+mod waits;
 mod watcher;
 mod worker;
 

@@ -156,8 +156,9 @@ impl Sink {
     }
 
     /// Completes when nobody reads the events any more.
-    pub async fn client_gone(&self) {
-        self.way.out.closed().await;
+    pub fn client_gone(&self) -> impl Future<Output = ()> + Send + use<> {
+        let out = self.way.out.clone();
+        async move { out.closed().await }
     }
 
     /// Sends a token to the client. Tokens after a matched stop string are dropped.
@@ -176,7 +177,7 @@ impl Sink {
         self.chars += text.chars().count() as u32;
         let released = match self.tokens <= self.way.min_tokens {
             true => Released { text, stopped: false },
-            false => self.way.stop.push(&text),
+            false => self.way.stop.push(text),
         };
         self.stopped = released.stopped;
         self.way.record.token();
@@ -220,7 +221,7 @@ impl Sink {
         if self.stopped {
             reason = FinishReason::Stop;
         } else {
-            let rest = self.way.stop.push(&self.way.text.clone().finish());
+            let rest = self.way.stop.push(self.way.text.clone().finish());
             text = rest.text + &self.way.stop.finish();
         }
         let usage = Usage {

@@ -1,18 +1,21 @@
 //! An answer as server-sent events: chunks as they arrive, comments while nothing arrives, an error as the last event.
 
 use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::error::RequestError;
 use crate::front::Generation;
-use crate::openai::{Answer, ErrorBody, Events, Part, Reader, Shape, UsageSum};
+use crate::openai::{Answer, ErrorBody, Events, Part, Reader, Shape, Template, UsageSum};
 use crate::sink::{Event, EventKind};
+use crate::waits::Alarm;
 
 /// Waits for the first event before it starts the stream, so that a request that fails at once gets a proper HTTP status.
 /// When prefill takes longer than `keep_alive`, the stream starts with a comment.
@@ -30,47 +33,90 @@ pub(crate) async fn respond(
         (header::CACHE_CONTROL, "no-cache"),
         (header::HeaderName::from_static("x-accel-buffering"), "no"),
     ];
-    Ok((headers, Body::from_stream(events(generation, answer, first, keep_alive))).into_response())
+    let stream = ServerSent::new(generation, Writer::new(answer), first, keep_alive);
+    Ok((headers, Body::from_stream(stream)).into_response())
 }
 
-fn events(
-    mut generation: Generation,
-    answer: Answer,
+/// The answer's events as they arrive.
+struct ServerSent {
+    generation: Generation,
+    writer: Writer,
+    /// The first event, if it came in time.
     first: Option<Event>,
+    stage: Stage,
     keep_alive: Duration,
-) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-    async_stream::stream! {
-        let mut writer = Writer::new(answer);
-        if first.is_none() {
-            yield Ok(KEEP_ALIVE.into());
+    alarm: Alarm,
+    /// When something was sent last.
+    sent: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Nothing is sent yet.
+    Begins,
+    Runs,
+    Over,
+}
+
+impl ServerSent {
+    fn new(generation: Generation, writer: Writer, first: Option<Event>, keep_alive: Duration) -> ServerSent {
+        let sent = Instant::now();
+        let alarm = Alarm::new(sent + keep_alive);
+        ServerSent { generation, writer, first, stage: Stage::Begins, keep_alive, alarm, sent }
+    }
+
+    /// Takes in an event and all that are there by now, which go out in one write.
+    fn take(&mut self, event: Event) -> Bytes {
+        let ServerSent { generation, writer, .. } = self;
+        let mut failed = writer.event(event);
+        generation.all_ready().for_each(|event| failed |= writer.event(event));
+        if failed {
+            self.stage = Stage::Over;
         }
-        let mut next = Ok(first);
-        loop {
-            match next {
-                Err(_) => yield Ok(KEEP_ALIVE.into()),
-                Ok(None) => {}
-                Ok(Some(event)) => {
-                    let mut failed = writer.event(event);
-                    // All that is there by now goes out in one write.
-                    generation.all_ready().for_each(|event| failed |= writer.event(event));
-                    let ready = writer.take();
-                    if !ready.is_empty() {
-                        yield Ok(ready);
-                    }
-                    if failed {
-                        return;
-                    }
+        writer.take()
+    }
+
+    /// What goes out next; None at the end.
+    fn poll_bytes(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        if self.stage == Stage::Begins {
+            self.stage = Stage::Runs;
+            match self.first.take() {
+                Some(event) => match self.take(event) {
+                    ready if ready.is_empty() => {}
+                    ready => return Poll::Ready(Some(ready)),
+                },
+                None => return Poll::Ready(Some(KEEP_ALIVE.into())),
+            }
+        }
+        while self.stage == Stage::Runs {
+            match self.generation.poll_next(cx) {
+                Poll::Ready(Some(event)) => match self.take(event) {
+                    ready if ready.is_empty() => {}
+                    ready => return Poll::Ready(Some(ready)),
+                },
+                Poll::Ready(None) => {
+                    self.stage = Stage::Over;
+                    return Poll::Ready(Some(self.writer.end()).filter(|end| !end.is_empty()));
+                }
+                Poll::Pending => {
+                    let silent = self.alarm.poll_at(self.sent + self.keep_alive, cx);
+                    return silent.map(|()| Some(KEEP_ALIVE.into()));
                 }
             }
-            if generation.ended() {
-                break;
-            }
-            next = timeout(keep_alive, generation.next()).await;
         }
-        let end = writer.end();
-        if !end.is_empty() {
-            yield Ok(end);
+        Poll::Ready(None)
+    }
+}
+
+impl Stream for ServerSent {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let polled = self.poll_bytes(cx);
+        if polled.is_ready() {
+            self.sent = Instant::now();
         }
+        polled.map(|bytes| bytes.map(Ok))
     }
 }
 
@@ -123,6 +169,8 @@ struct Chunks {
     usage: UsageSum,
     /// Tokens that are not written yet.
     waiting: Option<Part>,
+    /// Of each choice, what its chunks have in common.
+    templates: Vec<Option<Template>>,
     out: Vec<u8>,
 }
 
@@ -130,7 +178,8 @@ impl Chunks {
     fn new(answer: Answer) -> Chunks {
         let readers = answer.readers();
         let (begun, usage) = (vec![false; readers.len()], UsageSum::default());
-        Chunks { begun, readers, usage, answer, waiting: None, out: Vec::new() }
+        let templates = (0..).take(readers.len()).map(|choice| answer.template(choice)).collect();
+        Chunks { begun, readers, usage, answer, waiting: None, templates, out: Vec::new() }
     }
 
     fn event(&mut self, event: Event) -> bool {
@@ -177,7 +226,10 @@ impl Chunks {
     /// Everything that was taken in and is not taken yet.
     fn take(&mut self) -> Bytes {
         self.write_waiting();
-        std::mem::take(&mut self.out).into()
+        // A copy of just what there is, so that the buffer grows only once.
+        let ready = Bytes::copy_from_slice(&self.out);
+        self.out.clear();
+        ready
     }
 
     fn write_waiting(&mut self) {
@@ -199,7 +251,12 @@ impl Chunks {
 
     fn part(&mut self, part: Part) {
         let first = !std::mem::replace(&mut self.begun[part.choice as usize], true);
-        data(&mut self.out, |out| self.answer.chunk(Part { first, ..part }, out));
+        let part = Part { first, ..part };
+        let template = self.templates[part.choice as usize].as_ref();
+        data(&mut self.out, |out| match template.filter(|_| part.is_only_text()) {
+            Some(template) => template.chunk(&part.text, out),
+            None => self.answer.chunk(part, out),
+        });
     }
 
     fn end(&mut self) -> Bytes {

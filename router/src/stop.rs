@@ -26,11 +26,11 @@ impl StopMatcher {
     }
 
     /// Takes the next piece.
-    pub fn push(&mut self, piece: &str) -> Released {
+    pub fn push(&mut self, piece: String) -> Released {
         if self.stops.is_empty() {
-            return Released { text: piece.to_owned(), stopped: false };
+            return Released { text: piece, stopped: false };
         }
-        self.held.push_str(piece);
+        self.held.push_str(&piece);
         if let Some(at) = self.first_match() {
             self.held.truncate(at);
             return Released { text: std::mem::take(&mut self.held), stopped: true };
@@ -72,7 +72,7 @@ mod tests {
         let mut matcher = StopMatcher::new(stops.iter().map(|s| (*s).to_owned()).collect());
         let mut all = String::new();
         for piece in pieces {
-            let released = matcher.push(piece);
+            let released = matcher.push(piece.to_owned());
             all += &released.text;
             if released.stopped {
                 return (all, true);
@@ -95,9 +95,9 @@ mod tests {
     #[test]
     fn only_what_may_become_a_stop_string_is_held_back() {
         let mut matcher = StopMatcher::new(vec!["###".into()]);
-        assert_eq!(matcher.push("ab#").text, "ab");
-        assert_eq!(matcher.push("#").text, "");
-        assert_eq!(matcher.push("c").text, "##c");
+        assert_eq!(matcher.push("ab#".into()).text, "ab");
+        assert_eq!(matcher.push("#".into()).text, "");
+        assert_eq!(matcher.push("c".into()).text, "##c");
         assert_eq!(matcher.finish(), "");
     }
 

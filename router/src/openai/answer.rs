@@ -67,14 +67,56 @@ pub(crate) struct Part {
 impl Part {
     /// Appends what a choice said.
     pub fn add(&mut self, said: Said) {
-        self.reasoning += &said.reasoning;
-        self.text += &said.text;
+        append(&mut self.reasoning, said.reasoning);
+        append(&mut self.text, said.text);
         self.calls.extend(said.calls);
+    }
+
+    /// Whether it only goes on with the text.
+    pub fn is_only_text(&self) -> bool {
+        !self.first && self.finish.is_none() && self.reasoning.is_empty() && self.calls.is_empty()
     }
 
     /// Whether it says nothing.
     pub fn is_silent(&self) -> bool {
         self.reasoning.is_empty() && self.text.is_empty() && self.calls.is_empty()
+    }
+}
+
+/// Appends; without a copy if there is nothing yet.
+fn append(text: &mut String, more: String) {
+    match text.is_empty() {
+        true => *text = more,
+        false => *text += &more,
+    }
+}
+
+/// A chunk of one choice that only says text, cut where the text goes. All but the text is the same in each, so it is written once.
+pub(crate) struct Template {
+    before: Vec<u8>,
+    after: Vec<u8>,
+}
+
+impl Template {
+    /// A text that is not in any other field of a chunk, and how JSON has it.
+    const TEXT: &str = "\0";
+    const ESCAPED: &[u8] = br#""\u0000""#;
+
+    /// Cuts a chunk that says [`Template::TEXT`]. None if it does not.
+    fn cut(mut chunk: Vec<u8>) -> Option<Template> {
+        // From the end: names come first, and have what they like in them.
+        let at = chunk.windows(Self::ESCAPED.len()).rposition(|part| part == Self::ESCAPED)?;
+        let after = chunk.split_off(at + Self::ESCAPED.len());
+        chunk.truncate(at);
+        Some(Template { before: chunk, after })
+    }
+
+    /// Appends the chunk that says this.
+    pub fn chunk(&self, text: &str, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.before);
+        // Cannot fail: it is a string.
+        let _ = serde_json::to_writer(&mut *out, text);
+        out.extend_from_slice(&self.after);
     }
 }
 
@@ -263,8 +305,16 @@ impl Answer {
         self.echoes.get((choice / self.n) as usize)
     }
 
+    /// Whether the answer has more of its tokens than their text.
+    fn shows_tokens(&self) -> bool {
+        self.asked.logprobs.is_some() || self.asked.token_ids || self.asked.best.is_some()
+    }
+
     /// Adds a token to a part of its choice.
     pub fn add(&self, part: &mut Part, piece: Piece) {
+        if !self.shows_tokens() {
+            return;
+        }
         part.pieces.push(match self.echo(part.choice) {
             Some(echo) => echo.after(piece),
             None => piece,
@@ -323,6 +373,16 @@ impl Answer {
         };
         let show_prompt = part.first;
         self.json(self.object(true), &[self.choice(part, content, show_prompt)], usage, show_prompt, out);
+    }
+
+    /// What those chunks of a choice have in common that only say text. None if they have more of each token.
+    pub fn template(&self, choice: u32) -> Option<Template> {
+        if self.shows_tokens() {
+            return None;
+        }
+        let mut chunk = Vec::new();
+        self.chunk(Part { choice, text: Template::TEXT.to_owned(), ..Part::default() }, &mut chunk);
+        Template::cut(chunk)
     }
 
     /// Appends the last chunk of a stream whose client asked for the usage.

@@ -15,7 +15,7 @@ mod tokens;
 mod tools;
 mod types;
 
-pub(crate) use answer::{Answer, Part, Shape, UsageSum};
+pub(crate) use answer::{Answer, Part, Shape, Template, UsageSum};
 pub(crate) use document::document;
 pub(crate) use echo::Echo;
 pub(crate) use reader::{Reader, Said};

@@ -4,6 +4,7 @@
 //! request on that worker at once. Messages are validated here but not interpreted.
 
 use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 
 use baton_policy::{ChoiceInput, DecodeWord, LegEnd, PrefillWord};
 use baton_proto::v1;
@@ -12,106 +13,166 @@ use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_client::PrefillClient;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
 use baton_types::FinishReason;
-use futures::{Stream, StreamExt};
-use tonic::Request;
+use futures::Stream;
+use futures::future::BoxFuture;
+use tonic::{Request, Response, Status, Streaming};
 
 use super::link::WorkerLink;
 
+/// A message of a worker.
+pub(crate) trait Word: Sized {
+    /// The message on the wire.
+    type Event;
+
+    /// Reads a message; None for one that only later versions know, which is skipped.
+    fn read(event: Self::Event) -> Result<Option<Self>, LegEnd>;
+
+    /// True when nothing follows.
+    fn is_last(&self) -> bool;
+
+    /// The message as an input.
+    fn said(self) -> ChoiceInput;
+
+    /// The end of its stream as an input.
+    fn ended(end: LegEnd) -> ChoiceInput;
+}
+
 /// A running leg: a stream of inputs for its choice.
-pub(crate) type Leg = Pin<Box<dyn Stream<Item = ChoiceInput> + Send>>;
+pub(crate) struct Leg<W: Word>(Stage<W::Event>);
+
+enum Stage<E> {
+    /// There is no worker to ask.
+    Gone(LegEnd),
+    /// The worker is asked.
+    Opening(Asked<E>),
+    /// The worker answers.
+    Open(Box<Streaming<E>>, WorkerLink),
+    Over,
+}
+
+/// How a worker answers, and the link to it.
+type Asked<E> = BoxFuture<'static, (Result<Response<Streaming<E>>, Status>, WorkerLink)>;
 
 /// Opens the decode stream and keeps `link` until it ends.
-pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeRequest) -> Leg {
-    Box::pin(async_stream::stream! {
-        let link = match link {
-            Ok(link) => link,
-            Err(gone) => return yield ChoiceInput::DecodeEnded(gone),
-        };
-        let mut client = DecodeClient::new(link.channel());
-        let mut events = match client.generate(Request::new(request)).await {
-            Ok(response) => response.into_inner(),
-            Err(status) => return yield ChoiceInput::DecodeEnded(link.ended(&status)),
-        };
-        loop {
-            let word = match events.next().await {
-                Some(Ok(event)) => decode_word(event),
-                Some(Err(status)) => Err(link.ended(&status)),
-                None => Err(LegEnd::Early),
-            };
-            match word {
-                Ok(None) => {}
-                Ok(Some(word)) => {
-                    // Stop here. Reading on would report the end of the stream as a failure ([`LegEnd::Early`]).
-                    let last = word.is_last();
-                    yield ChoiceInput::DecodeSaid(word);
-                    if last {
-                        return;
-                    }
-                }
-                Err(end) => return yield ChoiceInput::DecodeEnded(end),
-            }
-        }
+pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeRequest) -> Leg<DecodeWord> {
+    Leg::open(link, |link| {
+        Box::pin(async move { (DecodeClient::new(link.channel()).generate(Request::new(request)).await, link) })
     })
 }
 
 /// Opens the prefill stream and keeps `link` until it ends.
-pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::PrefillRequest) -> Leg {
-    Box::pin(async_stream::stream! {
-        let link = match link {
-            Ok(link) => link,
-            Err(gone) => return yield ChoiceInput::PrefillEnded(gone),
-        };
-        let mut client = PrefillClient::new(link.channel());
-        let mut events = match client.run(Request::new(request)).await {
-            Ok(response) => response.into_inner(),
-            Err(status) => return yield ChoiceInput::PrefillEnded(link.ended(&status)),
-        };
-        loop {
-            let word = match events.next().await {
-                Some(Ok(event)) => prefill_word(event),
-                Some(Err(status)) => Err(link.ended(&status)),
-                None => Err(LegEnd::Early),
-            };
-            match word {
-                Ok(None) => {}
-                Ok(Some(word)) => {
-                    let last = word.is_last();
-                    yield ChoiceInput::PrefillSaid(word);
-                    if last {
-                        return;
-                    }
-                }
-                Err(end) => return yield ChoiceInput::PrefillEnded(end),
-            }
-        }
+pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::PrefillRequest) -> Leg<PrefillWord> {
+    Leg::open(link, |link| {
+        Box::pin(async move { (PrefillClient::new(link.channel()).run(Request::new(request)).await, link) })
     })
 }
 
-/// What a decode worker says; None for an event that only later versions know, which is skipped.
-fn decode_word(event: v1::DecodeEvent) -> Result<Option<DecodeWord>, LegEnd> {
-    let Some(event) = event.event else { return Ok(None) };
-    Ok(Some(match event {
-        DecodeEvent::Reserved(v1::Reserved { target }) => DecodeWord::Reserved { target },
-        DecodeEvent::Scored(v1::Scored { tokens }) => DecodeWord::Scored(tokens.into_iter().map(Into::into).collect()),
-        DecodeEvent::Token(token) => DecodeWord::Token(token.into()),
-        DecodeEvent::Started(v1::Started { cached_tokens }) => DecodeWord::Started { cached_tokens },
-        DecodeEvent::Finished(v1::Finished { reason }) => DecodeWord::Finished(finish_reason(reason)?),
-    }))
+impl<W: Word> Leg<W> {
+    fn open(link: Result<WorkerLink, LegEnd>, ask: impl FnOnce(WorkerLink) -> Asked<W::Event>) -> Leg<W> {
+        Leg(match link {
+            Ok(link) => Stage::Opening(ask(link)),
+            Err(gone) => Stage::Gone(gone),
+        })
+    }
+
+    /// The next message; an error when there is none any more.
+    fn poll_word(&mut self, cx: &mut Context<'_>) -> Poll<Result<W, LegEnd>> {
+        loop {
+            match &mut self.0 {
+                Stage::Gone(end) => return Poll::Ready(Err(end.clone())),
+                Stage::Opening(answer) => match ready!(answer.as_mut().poll(cx)) {
+                    (Ok(response), link) => self.0 = Stage::Open(Box::new(response.into_inner()), link),
+                    (Err(status), link) => return Poll::Ready(Err(link.ended(&status))),
+                },
+                Stage::Open(events, link) => {
+                    let event = match ready!(Pin::new(events).poll_next(cx)) {
+                        Some(Ok(event)) => event,
+                        Some(Err(status)) => return Poll::Ready(Err(link.ended(&status))),
+                        None => return Poll::Ready(Err(LegEnd::Early)),
+                    };
+                    if let Some(word) = W::read(event).transpose() {
+                        return Poll::Ready(word);
+                    }
+                }
+                Stage::Over => return Poll::Pending,
+            }
+        }
+    }
 }
 
-/// The same for a prefill worker.
-fn prefill_word(event: v1::PrefillEvent) -> Result<Option<PrefillWord>, LegEnd> {
-    let Some(event) = event.event else { return Ok(None) };
-    Ok(Some(match event {
-        PrefillEvent::Scored(v1::Scored { tokens }) => {
-            PrefillWord::Scored(tokens.into_iter().map(Into::into).collect())
+impl<W: Word> Stream for Leg<W> {
+    type Item = ChoiceInput;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<ChoiceInput>> {
+        if matches!(self.0, Stage::Over) {
+            return Poll::Ready(None);
         }
-        PrefillEvent::FirstToken(v1::FirstToken { token, finish, cached_tokens }) => {
-            let token = token.ok_or_else(|| unclear("first_token.token is missing"))?.into();
-            PrefillWord::FirstToken { token, finish: finish.map(finish_reason).transpose()?, cached_tokens }
+        let word = ready!(self.poll_word(cx));
+        // Reading on after the last message would report the end of the stream as a failure ([`LegEnd::Early`]).
+        if word.as_ref().map_or(true, W::is_last) {
+            self.0 = Stage::Over;
         }
-        PrefillEvent::Transferred(_) => PrefillWord::Transferred,
-    }))
+        Poll::Ready(Some(word.map_or_else(W::ended, W::said)))
+    }
+}
+
+impl Word for DecodeWord {
+    type Event = v1::DecodeEvent;
+
+    fn read(event: v1::DecodeEvent) -> Result<Option<DecodeWord>, LegEnd> {
+        let Some(event) = event.event else { return Ok(None) };
+        Ok(Some(match event {
+            DecodeEvent::Reserved(v1::Reserved { target }) => DecodeWord::Reserved { target },
+            DecodeEvent::Scored(v1::Scored { tokens }) => {
+                DecodeWord::Scored(tokens.into_iter().map(Into::into).collect())
+            }
+            DecodeEvent::Token(token) => DecodeWord::Token(token.into()),
+            DecodeEvent::Started(v1::Started { cached_tokens }) => DecodeWord::Started { cached_tokens },
+            DecodeEvent::Finished(v1::Finished { reason }) => DecodeWord::Finished(finish_reason(reason)?),
+        }))
+    }
+
+    fn is_last(&self) -> bool {
+        self.is_last()
+    }
+
+    fn said(self) -> ChoiceInput {
+        ChoiceInput::DecodeSaid(self)
+    }
+
+    fn ended(end: LegEnd) -> ChoiceInput {
+        ChoiceInput::DecodeEnded(end)
+    }
+}
+
+impl Word for PrefillWord {
+    type Event = v1::PrefillEvent;
+
+    fn read(event: v1::PrefillEvent) -> Result<Option<PrefillWord>, LegEnd> {
+        let Some(event) = event.event else { return Ok(None) };
+        Ok(Some(match event {
+            PrefillEvent::Scored(v1::Scored { tokens }) => {
+                PrefillWord::Scored(tokens.into_iter().map(Into::into).collect())
+            }
+            PrefillEvent::FirstToken(v1::FirstToken { token, finish, cached_tokens }) => {
+                let token = token.ok_or_else(|| unclear("first_token.token is missing"))?.into();
+                PrefillWord::FirstToken { token, finish: finish.map(finish_reason).transpose()?, cached_tokens }
+            }
+            PrefillEvent::Transferred(_) => PrefillWord::Transferred,
+        }))
+    }
+
+    fn is_last(&self) -> bool {
+        self.is_last()
+    }
+
+    fn said(self) -> ChoiceInput {
+        ChoiceInput::PrefillSaid(self)
+    }
+
+    fn ended(end: LegEnd) -> ChoiceInput {
+        ChoiceInput::PrefillEnded(end)
+    }
 }
 
 fn unclear(message: impl Into<String>) -> LegEnd {

@@ -26,7 +26,7 @@ use crate::config::{PlacementKind, RouterConfig};
 use crate::model::ServedModel;
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
-pub(crate) use legs::{Leg, open_decode, open_prefill};
+pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
 
 /// All workers in the current view.
 pub(crate) struct Workers {
