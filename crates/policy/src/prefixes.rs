@@ -33,9 +33,19 @@ impl Prefixes {
 
     /// The names of all prefixes of these tokens, the shortest first. `salt` keeps the names of different tenants apart.
     pub fn names(salt: &str, tokens: &[u32]) -> Vec<u64> {
-        let mut seed = DefaultHasher::new();
-        seed.write(salt.as_bytes());
-        chain_hashes(seed.finish(), tokens, NAMED).collect()
+        Prefixes::more_names(salt, &[], tokens)
+    }
+
+    /// The same, where `known` are the names of a beginning of these tokens.
+    pub fn more_names(salt: &str, known: &[u64], tokens: &[u32]) -> Vec<u64> {
+        let from_the_start = || {
+            let mut seed = DefaultHasher::new();
+            seed.write(salt.as_bytes());
+            seed.finish()
+        };
+        let last = known.last().copied().unwrap_or_else(from_the_start);
+        let rest = tokens.get(known.len() * NAMED as usize..).unwrap_or_default();
+        known.iter().copied().chain(chain_hashes(last, rest, NAMED)).collect()
     }
 
     /// Where the longest known prefix was sent. A prefix of half the tokens or less is not worth deviating from placement in
@@ -83,6 +93,16 @@ mod tests {
         let mut fork = tokens(70);
         fork[5] = 7;
         assert_eq!(find("", &fork), None);
+    }
+
+    #[test]
+    fn names_of_a_beginning_need_not_be_worked_out_again() {
+        for salt in ["", "tenant"] {
+            for beginning in [0, 5, 16, 40, 64] {
+                let known = Prefixes::names(salt, &tokens(beginning));
+                assert_eq!(Prefixes::more_names(salt, &known, &tokens(70)), Prefixes::names(salt, &tokens(70)));
+            }
+        }
     }
 
     #[test]

@@ -16,17 +16,9 @@ use baton_runtime::{Tls, TlsClient};
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, Endpoint};
 
-use super::{Workers, gather};
-
-/// Interval of the pings that check whether a connection is alive (I5).
-const PING_EVERY: Duration = Duration::from_secs(1);
-/// Bytes that a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection.
-/// `CONNECTION_WINDOW` is large enough that slow clients do not hold up others.
-const STREAM_WINDOW: u32 = 64 << 10;
-const CONNECTION_WINDOW: u32 = 1 << 30;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+use super::Workers;
+use super::channel::Channel;
 
 /// How to reach workers that have TLS.
 #[derive(Clone)]
@@ -68,19 +60,9 @@ pub(super) fn connect(
     }
     // With TLS whatever the worker says of itself: no prompt goes to one that shows no certificate of its role.
     let tls = tls.map(|tls| if member.role == Role::Prefill { &tls.prefill } else { &tls.decode });
-    let tls = tls.cloned();
-    // The connector has TLS, so the endpoint must not ask for it.
-    let address = host.map_or_else(|| member.grpc.clone(), |host| format!("http://{host}"));
-    let endpoint = Endpoint::from_shared(address)
-        .map_err(|e| e.to_string())?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .http2_keep_alive_interval(PING_EVERY)
-        .keep_alive_timeout(worker_timeout)
-        .keep_alive_while_idle(true)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW);
-    let channel = endpoint.connect_with_connector_lazy(tower::service_fn(move |uri| gather::connect(uri, tls.clone())));
-    Ok(InterceptedService::new(channel, MeantFor::new(member.id)))
+    let address = host.or_else(|| member.grpc.strip_prefix("http://")).unwrap_or(&member.grpc);
+    let authority = address.trim_end_matches('/').parse().map_err(|e| format!("{address:?} is no address: {e}"))?;
+    Ok(InterceptedService::new(Channel::new(authority, tls.cloned(), worker_timeout), MeantFor::new(member.id)))
 }
 
 impl WorkerLink {
@@ -143,7 +125,7 @@ fn broken(error: &(dyn Error + 'static)) -> Broken {
     let how = |e: &(dyn Error + 'static)| match e.downcast_ref::<std::io::Error>().map(std::io::Error::kind) {
         Some(TimedOut) => Some(Broken::TimedOut),
         Some(ConnectionRefused) => Some(Broken::Refused),
-        _ => e.downcast_ref().is_some_and(hyper::Error::is_timeout).then_some(Broken::TimedOut),
+        _ => None,
     };
     std::iter::successors(Some(error), |e| (*e).source()).find_map(how).unwrap_or(Broken::Closed)
 }

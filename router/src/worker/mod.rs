@@ -3,7 +3,7 @@
 //! The task that watches the registry supplies the views; request drivers ask for workers. The fleet decides; this module
 //! only connects and probes as the fleet says.
 
-mod gather;
+mod channel;
 mod legs;
 mod link;
 

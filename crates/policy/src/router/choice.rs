@@ -462,7 +462,8 @@ impl Choice {
                     }
                     // A prompt that was scored is in no prefix cache.
                     if !self.request.scored {
-                        let names = Prefixes::names(&self.request.cache_salt, &self.sequence_so_far());
+                        let NewRequest { cache_salt, names, .. } = &self.request;
+                        let names = Prefixes::more_names(cache_salt, names, &self.sequence_so_far());
                         self.todo.push_back(Effect::Note { placed, names });
                     }
                 }

@@ -1,0 +1,299 @@
+//! HTTP/2 to one worker. A call is sent and its answer read by the task that makes it: head and message are handed to the connection together,
+//! so that they leave in one write, and no task between the two has to run. Each of those would cost a request a turn behind all that are
+//! ready to run.
+//!
+//! A connection is opened when it is first needed, and anew after it broke. A worker from which nothing comes, not even the answer to a ping,
+//! breaks it.
+
+use std::error::Error;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::{Bytes, HttpBody};
+use axum::http::uri::{Authority, PathAndQuery, Scheme};
+use axum::http::{HeaderMap, Request, Response, Uri};
+use baton_runtime::TlsClient;
+use baton_runtime::config::format_duration;
+use baton_runtime::tls::{Outgoing, dial};
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared, pending, poll_fn};
+use h2::client::{Builder, Connection, SendRequest};
+use h2::{Ping, PingPong, RecvStream};
+use hyper::body::Frame;
+use tokio::time::{sleep, timeout};
+
+/// Bytes that a worker may be ahead of a client that reads slowly (I5). All streams to a worker share one connection.
+/// `CONNECTION_WINDOW` is large enough that slow clients do not hold up others.
+const STREAM_WINDOW: u32 = 64 << 10;
+const CONNECTION_WINDOW: u32 = 1 << 30;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often a worker that says nothing is asked whether it is there (I5).
+const PING_EVERY: Duration = Duration::from_secs(1);
+
+type BoxError = Box<dyn Error + Send + Sync>;
+
+/// The way to one worker. Clones share its connection.
+#[derive(Clone)]
+pub(crate) struct Channel(Arc<Peer>);
+
+struct Peer {
+    authority: Authority,
+    tls: Option<TlsClient>,
+    /// How long it may leave a ping unanswered.
+    silence: Duration,
+    state: Mutex<State>,
+}
+
+enum State {
+    Closed,
+    /// All that need it wait for the same connection.
+    Opening(Shared<BoxFuture<'static, Result<Open, Broke>>>),
+    Open(Open),
+}
+
+/// An open connection.
+#[derive(Clone)]
+struct Open {
+    requests: SendRequest<Bytes>,
+    health: Arc<Health>,
+}
+
+#[derive(Default)]
+struct Health {
+    /// Something came since the last look.
+    heard: AtomicBool,
+    /// Why the connection is no more.
+    broke: OnceLock<Broke>,
+}
+
+/// How a connection broke; as an error that several can have.
+#[derive(Clone, Debug)]
+struct Broke {
+    kind: io::ErrorKind,
+    message: Arc<str>,
+}
+
+impl Broke {
+    fn new(kind: io::ErrorKind, message: impl Into<Arc<str>>) -> Broke {
+        Broke { kind, message: message.into() }
+    }
+
+    fn error(&self) -> BoxError {
+        io::Error::new(self.kind, self.message.to_string()).into()
+    }
+}
+
+impl From<io::Error> for Broke {
+    fn from(error: io::Error) -> Broke {
+        Broke::new(error.kind(), error.to_string())
+    }
+}
+
+impl std::fmt::Debug for Channel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Channel({})", self.0.authority)
+    }
+}
+
+impl Channel {
+    /// A channel to this address that is not connected yet.
+    pub fn new(authority: Authority, tls: Option<TlsClient>, silence: Duration) -> Channel {
+        Channel(Arc::new(Peer { authority, tls, silence, state: Mutex::new(State::Closed) }))
+    }
+}
+
+impl Peer {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The open connection; opens one if there is none.
+    async fn open(self: &Arc<Peer>) -> Result<Open, BoxError> {
+        let opening = match &mut *self.state() {
+            State::Open(open) if open.health.broke.get().is_none() => return Ok(open.clone()),
+            State::Opening(opening) => opening.clone(),
+            closed => {
+                // A task of its own: it goes on when who asked for it is gone.
+                let connecting = tokio::spawn(Arc::clone(self).connect());
+                let lost = |_| Err(Broke::new(io::ErrorKind::Other, "connecting was broken off"));
+                let opening = connecting.map(move |done| done.unwrap_or_else(lost)).boxed().shared();
+                *closed = State::Opening(opening.clone());
+                opening
+            }
+        };
+        opening.await.map_err(|broke| broke.error())
+    }
+
+    async fn connect(self: Arc<Peer>) -> Result<Open, Broke> {
+        let late = |_| {
+            Broke::new(io::ErrorKind::TimedOut, format!("no connection within {}", format_duration(CONNECT_TIMEOUT)))
+        };
+        let opened = timeout(CONNECT_TIMEOUT, self.handshake()).await.map_err(late).flatten();
+        *self.state() = opened.as_ref().map_or(State::Closed, |open| State::Open(open.clone()));
+        opened
+    }
+
+    async fn handshake(&self) -> Result<Open, Broke> {
+        let (host, port) = (self.authority.host(), self.authority.port_u16().unwrap_or(80));
+        let stream = dial(host, port, self.tls.as_ref()).await?;
+        let mut builder = Builder::new();
+        builder.initial_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW).enable_push(false);
+        let not_http = |error: h2::Error| Broke::new(io::ErrorKind::Other, error.to_string());
+        let (requests, connection) = builder.handshake(stream).await.map_err(not_http)?;
+        let health = Arc::<Health>::default();
+        tokio::spawn(keep(connection, Arc::clone(&health), self.silence));
+        Ok(Open { requests, health })
+    }
+
+    /// A connection that can take a request. One whose peer said that it takes no more is replaced.
+    async fn ready(self: &Arc<Peer>) -> Result<Open, BoxError> {
+        let old = self.open().await?;
+        if let Ok(requests) = old.requests.clone().ready().await {
+            return Ok(Open { requests, ..old });
+        }
+        {
+            let mut state = self.state();
+            if matches!(&*state, State::Open(open) if Arc::ptr_eq(&open.health, &old.health)) {
+                *state = State::Closed;
+            }
+        }
+        self.open().await
+    }
+
+    async fn call(self: Arc<Peer>, request: Request<tonic::body::Body>) -> Result<Response<Answer>, BoxError> {
+        let (mut head, body) = request.into_parts();
+        let path = head.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let uri = Uri::builder().scheme(Scheme::HTTP).authority(self.authority.clone()).path_and_query(path);
+        head.uri = uri.build()?;
+        let message = whole(body).await?;
+        let Open { mut requests, health } = self.ready().await?;
+        let (answer, mut rest) = requests.send_request(Request::from_parts(head, ()), false)?;
+        rest.send_data(message, true)?;
+        match answer.await {
+            Ok(answer) => Ok(answer.map(|stream| Answer { stream, health, ended: false })),
+            Err(error) => Err(health.error(error)),
+        }
+    }
+}
+
+impl Health {
+    /// The error of a stream: that of its connection, if it has broken.
+    fn error(&self, error: h2::Error) -> BoxError {
+        match self.broke.get() {
+            Some(broke) => broke.error(),
+            None if error.is_io() => error.into_io().unwrap_or_else(|| io::ErrorKind::Other.into()).into(),
+            None => error.into(),
+        }
+    }
+}
+
+/// Serves a connection until it breaks or nobody needs it.
+async fn keep(mut connection: Connection<Outgoing, Bytes>, health: Arc<Health>, silence: Duration) {
+    let pings = connection.ping_pong();
+    let silent = async {
+        match pings {
+            Some(pings) => until_silent(pings, &health, silence).await,
+            None => pending().await,
+        }
+    };
+    let broke = tokio::select! {
+        biased;
+        ended = &mut connection => match ended {
+            Ok(()) => Broke::new(io::ErrorKind::UnexpectedEof, "the worker closed the connection"),
+            Err(error) => match error.get_io() {
+                Some(io) => Broke::new(io.kind(), io.to_string()),
+                None => Broke::new(io::ErrorKind::Other, error.to_string()),
+            },
+        },
+        () = silent => {
+            Broke::new(io::ErrorKind::TimedOut, format!("no answer to a ping within {}", format_duration(silence)))
+        }
+    };
+    // Before the connection is dropped, which ends its streams.
+    let _ = health.broke.set(broke);
+}
+
+/// Completes when nothing has come for too long, although it was asked for.
+async fn until_silent(mut pings: PingPong, health: &Health, silence: Duration) {
+    let mut asked = false;
+    loop {
+        sleep(PING_EVERY).await;
+        if health.heard.swap(false, Ordering::Relaxed) {
+            continue;
+        }
+        asked = asked || pings.send_ping(Ping::opaque()).is_ok();
+        match timeout(silence, poll_fn(|cx| pings.poll_pong(cx))).await {
+            Ok(Ok(_)) => asked = false,
+            // The connection is over.
+            Ok(Err(_)) => pending().await,
+            // The answer may be behind much else.
+            Err(_) if health.heard.swap(false, Ordering::Relaxed) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// The one message of a call.
+async fn whole(mut body: tonic::body::Body) -> Result<Bytes, BoxError> {
+    let mut parts = Vec::new();
+    while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+        parts.extend(frame?.into_data().ok());
+    }
+    Ok(match &mut parts[..] {
+        [only] => std::mem::take(only),
+        parts => parts.concat().into(),
+    })
+}
+
+impl tower::Service<Request<tonic::body::Body>> for Channel {
+    type Response = Response<Answer>;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Response<Answer>, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
+        Box::pin(Arc::clone(&self.0).call(request))
+    }
+}
+
+/// The body of an answer. Dropped before its end, it cancels the call.
+pub(crate) struct Answer {
+    stream: RecvStream,
+    health: Arc<Health>,
+    /// Only trailers follow.
+    ended: bool,
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if !self.ended {
+            match ready!(self.stream.poll_data(cx)) {
+                Some(Ok(bytes)) => {
+                    self.health.heard.store(true, Ordering::Relaxed);
+                    // Fails only for more than what came.
+                    let _ = self.stream.flow_control().release_capacity(bytes.len());
+                    return Poll::Ready(Some(Ok(Frame::data(bytes))));
+                }
+                Some(Err(error)) => return Poll::Ready(Some(Err(self.health.error(error)))),
+                None => self.ended = true,
+            }
+        }
+        let trailers: Result<Option<HeaderMap>, _> = ready!(self.stream.poll_trailers(cx));
+        let frame = trailers.map(|trailers| trailers.map(Frame::trailers)).map_err(|error| self.health.error(error));
+        Poll::Ready(frame.transpose())
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+    }
+}
