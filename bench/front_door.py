@@ -142,14 +142,21 @@ def baton(binary):
     return run
 
 
+def relay(options):
+    """Only copies bytes: what no router that writes each token to its client can do without."""
+    return passes_through(f"{options.tool} relay --listen 127.0.0.1:{{port}} --to {{addresses}}", text=False)(options)
+
+
 def passes_through(command, text):
-    """A router that passes HTTP through. `command` has {port}, {backends} and {free}, another free port."""
+    """A router that passes HTTP through. `command` has {port}, {backends} or {addresses}, and {free}, another free port."""
     def run(options):
         port, ports = free_port(), [free_port() for _ in range(2)]
         backends = [Process(OTHER_CORE, [options.tool, "backend", "--listen", f"127.0.0.1:{p}", *pace(options)]) for p in ports]
         with backends[0] as first, backends[1] as second:
             first.says("listening"), second.says("listening")
-            words = command.format(port=port, free=free_port(), backends=" ".join(f"http://127.0.0.1:{p}" for p in ports))
+            addresses = [f"127.0.0.1:{p}" for p in ports]
+            words = command.format(port=port, free=free_port(), backends=" ".join(f"http://{address}" for address in addresses),
+                                   addresses=",".join(addresses))
             with Process(ROUTER_CORE, shlex.split(words)) as router:
                 answers(f"http://127.0.0.1:{port}/health")
                 return measured(options, router, f"http://127.0.0.1:{port}", "tiny", text)
@@ -209,6 +216,7 @@ def main():
         routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
     if options.dynamo:
         routers["dynamo"] = dynamo(options.dynamo)
+    routers["bytes only"] = relay
     rates, bursts = list(map(float, options.rates.split(","))), list(map(int, options.bursts.split(",")))
     shares = options.shared.split(",") if options.shared else [None]
     rows, held = [], {}

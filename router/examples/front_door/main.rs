@@ -3,12 +3,13 @@
 //! ```text
 //! front_door workers --registry http://127.0.0.1:8002 --model NAME [--pairs 2] [PACE]    prefill and decode workers, over gRPC
 //! front_door backend --listen 127.0.0.1:9001 [PACE]                                      a worker over HTTP, for other routers
+//! front_door relay --listen 127.0.0.1:9000 --to 127.0.0.1:9001,127.0.0.1:9002                     copies bytes, and looks at none
 //! front_door load --url http://127.0.0.1:8000 --model NAME --rate 1000 --seconds 10 [--prompt 1000] [--tokens 64]
 //!     [--text true | --shared 0.5]
 //! ```
 //!
 //! PACE is `--first-ms 20 --step-ms 10 --burst 1`: when the first token comes, how long a step takes, and how many tokens of a request are
-//! ready together. `bench/router` runs all three.
+//! ready together. `bench/router` runs all four.
 //!
 //! The load is open: requests are sent at times that are fixed in advance, and latency counts from those times. So a router that falls
 //! behind cannot hide it by slowing the load down.
@@ -17,6 +18,7 @@
 mod backend;
 mod load;
 mod pace;
+mod relay;
 mod workers;
 
 use std::collections::BTreeMap;
@@ -66,8 +68,9 @@ fn main() {
         match what.as_str() {
             "workers" => workers::serve(&arguments).await,
             "backend" => backend::serve(&arguments).await,
+            "relay" => relay::serve(&arguments).await,
             "load" => load::run(&arguments).await,
-            other => panic!("{other:?} is none of workers, backend, load"),
+            other => panic!("{other:?} is none of workers, backend, relay, load"),
         }
     });
 }
