@@ -1,4 +1,5 @@
-//! Reads the bodies of requests: each bounded in size and time, all together bounded in memory (I5).
+//! Reads the bodies of requests: each bounded in size and time, all together bounded in memory (I5), together with the answers that are put
+//! together before they are sent.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +31,7 @@ const DEPTH: usize = 6;
 /// Bytes that a permit of the memory stands for.
 const UNIT: usize = 1 << 10;
 
-/// Memory for the bodies that are being read and parsed.
+/// Memory for the bodies that are being read and parsed, and for answers that are sent whole.
 pub(crate) struct Bodies {
     limit: usize,
     memory: Bytes,
@@ -105,12 +106,14 @@ impl Bodies {
     }
 
     /// Takes memory for so many bytes, less what the share has already.
-    fn grow(&self, share: &mut Share, bytes: usize) -> Result<(), RequestError> {
+    pub fn grow(&self, share: &mut Share, bytes: usize) -> Result<(), RequestError> {
         let more = bytes.div_ceil(UNIT).saturating_sub(share.units);
         let taken = u32::try_from(more).ok().and_then(|more| Arc::clone(&self.units).try_acquire_many_owned(more).ok());
         let Some(taken) = taken else {
             let memory = self.memory;
-            let full = format!("requests being read fill the {memory} there are for them (--body-memory); retry later");
+            let full = format!(
+                "requests being read, and answers being put together, fill the {memory} there are for them (--body-memory); retry later"
+            );
             return Err(RequestError::new(ErrorKind::ResourceExhausted, full).code("too_many_requests"));
         };
         share.units += more;

@@ -9,11 +9,12 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use baton_policy::Left;
+use baton_runtime::places::holding;
 use baton_types::{ErrorKind, RequestId, random_u64};
 use serde_json::json;
 use tokio::time::Instant;
 
-use crate::body::{Held, Share};
+use crate::body::{Bodies, Held, Share};
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
 use crate::heavy;
@@ -160,7 +161,7 @@ async fn answer(
     };
     match asked.stream {
         true => sse::respond(generation, answer, front.keep_alive).await,
-        false => whole(generation, answer).await,
+        false => whole(generation, answer, &front.bodies).await,
     }
 }
 
@@ -181,11 +182,15 @@ async fn parsed<T: Send + 'static>(
     heavy::run(read).await
 }
 
-async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, RequestError> {
+/// The answer as one object, whose bytes have their share of the memory for bodies.
+async fn whole(mut generation: Generation, answer: Answer, memory: &Bodies) -> Result<Response, RequestError> {
     let mut parts = answer.openings();
     let mut readers = answer.readers();
     let mut usage = UsageSum::default();
+    let (mut bytes, mut share) = (0, Share::default());
     while let Some(event) = generation.next().await {
+        bytes += answer.weight(&event.kind);
+        memory.grow(&mut share, bytes)?;
         let part = &mut parts[event.choice as usize];
         match event.kind {
             EventKind::Token { piece, text } => {
@@ -207,7 +212,8 @@ async fn whole(mut generation: Generation, answer: Answer) -> Result<Response, R
         (Some(_), [part]) => openai::whole_response(&answer, part, &usage),
         _ => answer.whole(parts, &usage),
     };
-    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+    let response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
+    Ok(response.map(|body| holding(body, share)))
 }
 
 /// The client's id for the request if it is usable, otherwise a new one.

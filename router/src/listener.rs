@@ -20,6 +20,7 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
@@ -94,6 +95,10 @@ pub(crate) async fn serve(
     }
 }
 
+/// Bytes that the system holds of an answer besides those on their way. Without a bound it holds megabytes, and a client that reads nothing
+/// is noticed only when they are full.
+const UNSENT: u32 = 64 << 10;
+
 /// Accepts the next connection and waits for a place for it. Its packets leave at once (TCP_NODELAY): tokens are small, and
 /// waiting to fill a packet would delay each.
 pub(crate) async fn accept(listener: &TcpListener, places: &Arc<Places>) -> (TcpStream, Place) {
@@ -101,6 +106,7 @@ pub(crate) async fn accept(listener: &TcpListener, places: &Arc<Places>) -> (Tcp
         match listener.accept().await {
             Ok((stream, _)) => {
                 let _ = stream.set_nodelay(true);
+                let _ = SockRef::from(&stream).set_tcp_notsent_lowat(UNSENT);
                 return (stream, places.take().await);
             }
             // The client left before it was accepted.
@@ -226,6 +232,26 @@ mod tests {
         }
         shutdown.start("test");
         serving.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn little_is_held_for_a_client_that_reads_nothing() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _place) = accept(&listener, &Places::new(1)).await;
+        let mut held = 0;
+        // Written in small pieces, and slowly enough for the system's buffers to grow.
+        while let Ok(taken) = tokio::time::timeout(SHORT, async {
+            stream.writable().await?;
+            stream.try_write(&[b'x'; 1000])
+        })
+        .await
+        {
+            held += taken.unwrap_or(0);
+        }
+        let most = 3 * UNSENT as usize;
+        let receives = SockRef::from(&client).recv_buffer_size().unwrap();
+        assert!(held < receives + most, "{held} bytes are held, {receives} of them by the client's side");
     }
 
     #[tokio::test]

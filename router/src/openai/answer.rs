@@ -13,8 +13,11 @@ use super::reader::{Reader, Said};
 use super::request::Asked;
 use super::responses::Frame;
 use crate::model::ServedModel;
-use crate::sink::Piece;
+use crate::sink::{EventKind, Piece};
 use crate::tools::Call;
+
+/// About the bytes of a token with its log probability in JSON, and on the way there.
+const LOGPROB: usize = 256;
 
 /// The API that the answer belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -319,6 +322,22 @@ impl Answer {
             Some(echo) => echo.after(piece),
             None => piece,
         });
+    }
+
+    /// Bytes that a whole answer holds for an event until it is sent.
+    pub fn weight(&self, event: &EventKind) -> usize {
+        let logprobs = self.asked.logprobs.is_some();
+        let token = |token: &TokenOut| match logprobs {
+            true => size_of::<Piece>() + (1 + token.top.len()) * LOGPROB,
+            false => size_of::<Piece>(),
+        };
+        match event {
+            // Text is held, and then once more as JSON.
+            EventKind::Token { piece, text } if self.shows_tokens() => 2 * text.len() + token(&piece.token),
+            EventKind::Token { text, .. } | EventKind::Finished { text, .. } => 2 * text.len(),
+            EventKind::Scored(tokens) => tokens.iter().map(token).sum(),
+            EventKind::Failed(_) => 0,
+        }
     }
 
     /// Adds tokens of the prompt with their log probabilities to a part of their choice.

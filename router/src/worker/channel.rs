@@ -297,3 +297,145 @@ impl HttpBody for Answer {
         self.stream.is_end_stream()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    const SILENCE: Duration = Duration::from_millis(300);
+
+    /// A listener, and a channel to it.
+    async fn channel() -> (TcpListener, Channel) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let authority = listener.local_addr().unwrap().to_string().parse().unwrap();
+        (listener, Channel::new(authority, None, SILENCE))
+    }
+
+    fn request() -> Request<tonic::body::Body> {
+        Request::builder().uri("/a.Service/Call").body(tonic::body::Body::empty()).unwrap()
+    }
+
+    async fn call(channel: &Channel) -> Result<Response<Answer>, BoxError> {
+        Arc::clone(&channel.0).call(request()).await
+    }
+
+    fn kind(error: &BoxError) -> Option<io::ErrorKind> {
+        error.downcast_ref::<io::Error>().map(io::Error::kind)
+    }
+
+    async fn frame(answer: &mut Response<Answer>) -> Option<Result<Frame<Bytes>, BoxError>> {
+        poll_fn(|cx| Pin::new(answer.body_mut()).poll_frame(cx)).await
+    }
+
+    /// Answers each call with its path; ends after `calls`, telling the client that it takes no more.
+    async fn serve(stream: TcpStream, calls: u32, served: Arc<AtomicU32>) {
+        let mut server = h2::server::handshake(stream).await.unwrap();
+        while let Some(Ok((request, mut respond))) = server.accept().await {
+            let mut rest = respond.send_response(Response::new(()), false).unwrap();
+            rest.send_data(request.uri().to_string().into(), false).unwrap();
+            rest.send_trailers(HeaderMap::from_iter([("end".parse().unwrap(), "yes".parse().unwrap())])).unwrap();
+            if served.fetch_add(1, Ordering::Relaxed) + 1 == calls {
+                server.graceful_shutdown();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn calls_share_a_connection_and_one_that_takes_no_more_is_replaced() {
+        let (listener, channel) = channel().await;
+        let served = Arc::<AtomicU32>::default();
+        let (counted, accepted) = (Arc::clone(&served), Arc::<AtomicU32>::default());
+        let connections = Arc::clone(&accepted);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.fetch_add(1, Ordering::Relaxed);
+                tokio::spawn(serve(stream, 8, Arc::clone(&counted)));
+            }
+        });
+        let all = futures::future::join_all((0..8).map(|_| call(&channel))).await;
+        for answer in all {
+            let mut answer = answer.unwrap();
+            let said = frame(&mut answer).await.unwrap().unwrap().into_data().unwrap();
+            assert!(said.starts_with(b"http://127.0.0.1:") && said.ends_with(b"/a.Service/Call"), "{said:?}");
+            let trailers = frame(&mut answer).await.unwrap().unwrap().into_trailers().unwrap();
+            assert_eq!(trailers["end"], "yes");
+            assert!(frame(&mut answer).await.is_none());
+        }
+        assert_eq!(accepted.load(Ordering::Relaxed), 1);
+        // The server takes no more over the first. Its word may not be here yet.
+        sleep(Duration::from_millis(50)).await;
+        call(&channel).await.unwrap();
+        assert_eq!((accepted.load(Ordering::Relaxed), served.load(Ordering::Relaxed)), (2, 9));
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_is_not_there_says_so_and_is_asked_anew_each_time() {
+        let (listener, channel) = channel().await;
+        let address = listener.local_addr().unwrap();
+        drop(listener);
+        for _ in 0..2 {
+            let refused = call(&channel).await.err().unwrap();
+            assert_eq!(kind(&refused), Some(io::ErrorKind::ConnectionRefused));
+        }
+        let listener = TcpListener::bind(address).await.unwrap();
+        tokio::spawn(async move { serve(listener.accept().await.unwrap().0, 9, Arc::default()).await });
+        call(&channel).await.unwrap();
+    }
+
+    /// I5: one that answers no ping is given up, and what waits for it hears why.
+    #[tokio::test]
+    async fn a_silent_peer_breaks_its_connection_and_a_talking_one_does_not() {
+        let (listener, channel) = channel().await;
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut server = h2::server::handshake(stream).await.unwrap();
+            let (_, mut respond) = server.accept().await.unwrap().unwrap();
+            let mut rest = respond.send_response(Response::new(()), false).unwrap();
+            // Talks for longer than silence lasts, then stands still: nobody serves the connection, so no ping is answered.
+            for _ in 0..20 {
+                rest.send_data("x".into(), false).unwrap();
+                let _ = timeout(SILENCE / 3, server.accept()).await;
+            }
+            pending::<()>().await;
+        });
+        let mut answer = call(&channel).await.unwrap();
+        for _ in 0..20 {
+            frame(&mut answer).await.unwrap().unwrap();
+        }
+        let begun = tokio::time::Instant::now();
+        let lost = frame(&mut answer).await.unwrap().err().unwrap();
+        assert_eq!(kind(&lost), Some(io::ErrorKind::TimedOut), "{lost}");
+        assert!(begun.elapsed() < 3 * PING_EVERY + SILENCE, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test]
+    async fn head_and_message_leave_in_one_write_and_a_call_that_is_dropped_is_cancelled() {
+        let (listener, channel) = channel().await;
+        let calling = tokio::spawn(async move {
+            let body = tonic::body::Body::new(axum::body::Body::from(vec![7; 9000]));
+            let request = Request::builder().uri("/x").body(body).unwrap();
+            drop(timeout(Duration::from_millis(200), Arc::clone(&channel.0).call(request)).await);
+            sleep(Duration::from_secs(9)).await;
+        });
+        let (mut stream, _) = listener.accept().await.unwrap();
+        // An empty SETTINGS frame, as a server begins.
+        stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+        let mut bytes = vec![0; 1 << 20];
+        let (mut got, mut largest) = (0, 0);
+        while let Ok(Ok(read)) = timeout(Duration::from_millis(100), stream.read(&mut bytes)).await {
+            (got, largest) = (got + read, largest.max(read));
+        }
+        assert!(largest > 9000, "{largest} of {got} bytes at once");
+        let read = timeout(Duration::from_secs(2), stream.read(&mut bytes)).await.unwrap().unwrap();
+        // A RST_STREAM frame of stream 1 with the code CANCEL.
+        assert!(
+            bytes[..read].windows(13).any(|part| part == [0, 0, 4, 3, 0, 0, 0, 0, 1, 0, 0, 0, 8]),
+            "{:?}",
+            &bytes[..read]
+        );
+        calling.abort();
+    }
+}

@@ -1,5 +1,7 @@
 //! Log probabilities: of answers, of prompts, and answers chosen by them.
 
+use baton_router::RouterConfig;
+use baton_runtime::Bytes;
 use serde_json::{Value, json};
 
 use crate::support::{self, CHAT, Cluster, TEXT, bytes, hello, text};
@@ -86,5 +88,20 @@ async fn a_request_gets_log_probabilities_of_so_many_prompt_tokens_at_most() {
     assert_eq!(status, 200);
     let (status, _) = ask(json!({"n": 66})).await;
     assert_eq!(status, 200, "they were not asked for");
+    cluster.stop().await;
+}
+
+/// I5: answers that are put together before they are sent share the memory for bodies, with all that belongs to their tokens.
+#[tokio::test]
+async fn a_whole_answer_takes_its_share_of_the_memory() {
+    let config = RouterConfig { body_limit: Bytes(64 << 10), body_memory: Bytes(64 << 10), ..support::config() };
+    let cluster = Cluster::with(config, 1, 1, &[&"x".repeat(300)]).await;
+    let asked = |fields: Value| support::merged(json!({"prompt": "hi", "max_tokens": 300}), fields);
+    let (status, body) = cluster.ask(TEXT, &asked(json!({"logprobs": 2}))).await;
+    assert_eq!(status, 429, "{body}");
+    assert!(body["error"]["message"].as_str().unwrap().contains("--body-memory"), "{body}");
+    // What was taken is free again: without log probabilities there is room, and in a stream for any.
+    assert_eq!(cluster.ask(TEXT, &asked(json!({}))).await.0, 200);
+    assert_eq!(support::streamed(&cluster.stream(TEXT, asked(json!({"logprobs": 2}))).await, 0).len(), 300);
     cluster.stop().await;
 }
