@@ -45,7 +45,10 @@ pub(crate) async fn admit(State(front): State<Arc<Front>>, request: Request, nex
     match read(&front, &parts, body).await {
         Ok((admitted, message)) => {
             parts.extensions.insert(admitted);
-            next.run(Request::from_parts(parts, Body::from(message))).await
+            let large = message.len() >= LARGE;
+            let answered = next.run(Request::from_parts(parts, Body::from(message)));
+            // It begins with the decoding of its message.
+            if large { heavy::beginning(answered).await } else { answered.await }
         }
         Err(error) => {
             front.refused(&error);
