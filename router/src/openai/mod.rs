@@ -11,16 +11,18 @@ mod parse;
 mod reader;
 mod request;
 mod responses;
+mod template;
 mod tokens;
 mod tools;
 mod types;
 
-pub(crate) use answer::{Answer, Part, Shape, Template, UsageSum};
+pub(crate) use answer::{Answer, Part, Shape, UsageSum};
 pub(crate) use document::document;
 pub(crate) use echo::Echo;
 pub(crate) use reader::{Reader, Said};
 pub(crate) use request::{Asked, Envelope, conversation};
 pub(crate) use responses::{Events, Frame, whole as whole_response};
+pub(crate) use template::Template;
 pub(crate) use tokens::{TokenizeFields, detokenize, tokenize};
 pub(crate) use types::{ErrorBody, Model, ModelList};
 
