@@ -406,7 +406,7 @@ mod tests {
             frame(&mut answer).await.unwrap().unwrap();
         }
         let begun = tokio::time::Instant::now();
-        let lost = frame(&mut answer).await.unwrap().err().unwrap();
+        let lost = timeout(9 * PING_EVERY, frame(&mut answer)).await.expect("it is given up").unwrap().err().unwrap();
         assert_eq!(kind(&lost), Some(io::ErrorKind::TimedOut), "{lost}");
         assert!(begun.elapsed() < 3 * PING_EVERY + SILENCE, "{:?}", begun.elapsed());
     }
