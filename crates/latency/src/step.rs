@@ -1,0 +1,231 @@
+//! How long a worker's steps take, by what they compute.
+//!
+//! A step of decode rows alone takes `base + row · rows + context · tokens of context`: the weights are read once, each row costs its
+//! products, and its KV is read. A step that also computes tokens of prompts takes `chunk + token · tokens + pair · pairs` instead of
+//! `base`, plus what its rows cost; a pair is one query token and one token that it attends to. These are DistServe's terms (Zhong et al.,
+//! "DistServe", OSDI 2024), with products and attention in seconds a unit, so that no property of the model has to be known.
+
+use std::time::Duration;
+
+use crate::fit::Fit;
+
+/// What one step computes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StepWork {
+    /// Tokens of prompts.
+    pub tokens: u64,
+    /// Pairs of a prompt's token and a token that it attends to, itself included.
+    pub pairs: u64,
+    /// Sequences that get a next token, those whose prompt ends in this step not counted.
+    pub rows: u64,
+    /// Tokens of context that these read, summed.
+    pub context: u64,
+}
+
+impl StepWork {
+    /// Adds the tokens of a prompt from position `from` to `to`, not included.
+    #[must_use]
+    pub fn with_prompt(mut self, from: u64, to: u64) -> StepWork {
+        self.tokens += to - from;
+        self.pairs += pairs(from, to);
+        self
+    }
+
+    /// Adds a sequence that has `context` tokens.
+    #[must_use]
+    pub fn with_row(mut self, context: u64) -> StepWork {
+        self.rows += 1;
+        self.context += context;
+        self
+    }
+}
+
+/// Pairs of the tokens from position `from` to `to`: the token at position i attends to i + 1.
+fn pairs(from: u64, to: u64) -> u64 {
+    let below = |n: u64| u128::from(n) * (u128::from(n) + 1) / 2;
+    u64::try_from(below(to).saturating_sub(below(from))).unwrap_or(u64::MAX)
+}
+
+/// How long steps take: what a worker tells routers. All in seconds, 0 or more; a field of 0 costs nothing or is not known.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct StepCost {
+    /// A step of decode rows, whatever their number.
+    pub base: f64,
+    /// Each row.
+    pub row: f64,
+    /// Each token of a row's context.
+    pub context: f64,
+    /// A step that computes tokens of prompts, whatever their number.
+    pub chunk: f64,
+    /// Each of these tokens.
+    pub token: f64,
+    /// Each pair of such a token and one that it attends to.
+    pub pair: f64,
+}
+
+impl StepCost {
+    /// How long a step takes.
+    pub fn step(&self, work: &StepWork) -> Duration {
+        seconds(if work.tokens > 0 {
+            self.chunk + self.token * work.tokens as f64 + self.pair * work.pairs as f64 + self.rows(work)
+        } else {
+            self.base + self.rows(work)
+        })
+    }
+
+    fn rows(&self, work: &StepWork) -> f64 {
+        self.row * work.rows as f64 + self.context * work.context as f64
+    }
+
+    /// How long a prompt of `tokens` tokens takes, of which the first `cached` need not be computed, in steps of at most `chunk` tokens.
+    /// Each of the steps also computes the decode rows of `beside`.
+    pub fn prompt(&self, cached: u64, tokens: u64, chunk: u64, beside: &StepWork) -> Duration {
+        let missing = tokens.saturating_sub(cached);
+        let steps = missing.div_ceil(chunk.max(1)) as f64;
+        let rows = if beside.rows > 0 { self.rows(beside) } else { 0.0 };
+        let own = self.token * missing as f64 + self.pair * pairs(tokens - missing, tokens) as f64;
+        seconds(steps * (self.chunk + rows) + own)
+    }
+
+    /// Tokens of a prompt computed in a second, in steps of `chunk` of them; 0: not known.
+    pub fn prompt_rate(&self, chunk: u64) -> f64 {
+        let took = self.prompt(0, chunk, chunk, &StepWork::default()).as_secs_f64();
+        if took > 0.0 { chunk as f64 / took } else { 0.0 }
+    }
+
+    /// True when it can predict prompts.
+    pub fn knows_prompts(&self) -> bool {
+        self.token > 0.0 || self.chunk > 0.0
+    }
+
+    /// True when it can predict the time between tokens.
+    pub fn knows_rows(&self) -> bool {
+        self.base > 0.0 || self.row > 0.0
+    }
+
+    /// Ok when each field is a number of 0 or more; else the field's name.
+    pub fn check(&self) -> Result<(), &'static str> {
+        let StepCost { base, row, context, chunk, token, pair } = *self;
+        let named =
+            [("base", base), ("row", row), ("context", context), ("chunk", chunk), ("token", token), ("pair", pair)];
+        named.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)).map_or(Ok(()), |(name, _)| Err(name))
+    }
+}
+
+/// A duration of so many seconds; the longest there is for what is too long for one.
+fn seconds(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+}
+
+/// Learns a worker's [`StepCost`] from its steps.
+///
+/// Steps with prompts and steps without are fitted apart, so that thousands of the one do not make the other forgotten.
+#[derive(Clone, Debug, Default)]
+pub struct StepModel {
+    rows: Fit<3>,
+    prompts: Fit<3>,
+}
+
+impl StepModel {
+    /// Adds a step that took so long.
+    pub fn add(&mut self, work: &StepWork, took: Duration) {
+        let took = took.as_secs_f64();
+        if work.tokens == 0 {
+            if work.rows > 0 {
+                self.rows.add([1.0, work.rows as f64, work.context as f64], took);
+            }
+            return;
+        }
+        // What the rows beside it cost is known from steps of their own. Before it is, a step with rows would say too much of prompts.
+        let known = self.rows.coefficients().filter(|_| self.rows.error().is_some());
+        let [_, row, context] = match known {
+            Some(known) => known,
+            None if work.rows == 0 => [0.0; 3],
+            None => return,
+        };
+        let own = took - row * work.rows as f64 - context * work.context as f64;
+        // Never less than a tenth: a step with many rows cannot have taken nothing for its prompts.
+        self.prompts.add([1.0, work.tokens as f64, work.pairs as f64], own.max(took / 10.0));
+    }
+
+    /// What is known so far.
+    pub fn cost(&self) -> StepCost {
+        let [base, row, context] = self.rows.coefficients().unwrap_or_default();
+        let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
+        StepCost { base, row, context, chunk, token, pair }
+    }
+
+    /// Median relative error lately of the predicted time of steps without prompts, and of the prompts' part of the others.
+    pub fn errors(&self) -> (Option<f64>, Option<f64>) {
+        (self.rows.error(), self.prompts.error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COST: StepCost = StepCost { base: 8e-3, row: 2e-4, context: 5e-8, chunk: 4e-3, token: 3e-5, pair: 1e-8 };
+
+    fn learned() -> StepModel {
+        let mut model = StepModel::default();
+        for at in 0..400u64 {
+            let rows = (0..at * 7 % 33).fold(StepWork::default(), |work, row| work.with_row(100 * row + at % 1000));
+            model.add(&rows, COST.step(&rows));
+            let from = at * 131 % 3000;
+            let mixed = rows.with_prompt(from, from + 1 + at * 37 % 512);
+            model.add(&mixed, COST.step(&mixed));
+        }
+        model
+    }
+
+    #[test]
+    fn a_worker_s_cost_is_learned_from_its_steps_and_predicts_what_it_never_saw() {
+        let cost = learned().cost();
+        let close = |predicted: Duration, truth: Duration| {
+            let share = predicted.as_secs_f64() / truth.as_secs_f64();
+            assert!((0.95..1.05).contains(&share), "{predicted:?} for {truth:?}: {cost:?}");
+        };
+        let decode = (0..64).fold(StepWork::default(), |work, _| work.with_row(2000));
+        close(cost.step(&decode), COST.step(&decode));
+        let alone = StepWork::default();
+        close(cost.prompt(0, 10_000, 512, &alone), COST.prompt(0, 10_000, 512, &alone));
+        close(cost.prompt(9_000, 10_000, 512, &decode), COST.prompt(9_000, 10_000, 512, &decode));
+        let (rows, prompts) = learned().errors();
+        assert!(rows.unwrap() < 0.05 && prompts.unwrap() < 0.05, "{rows:?} {prompts:?}");
+    }
+
+    #[test]
+    fn a_prompt_costs_the_sum_of_its_chunks() {
+        let work = |from, to| StepWork::default().with_prompt(from, to).with_row(500);
+        let beside = StepWork::default().with_row(500);
+        let sum = COST.step(&work(300, 812)) + COST.step(&work(812, 1324)) + COST.step(&work(1324, 1500));
+        let whole = COST.prompt(300, 1500, 512, &beside);
+        assert!(sum.abs_diff(whole) < Duration::from_nanos(10), "{sum:?} {whole:?}");
+        assert_eq!(COST.prompt(1500, 1500, 512, &beside), Duration::ZERO, "nothing is left to compute");
+        let rate = COST.prompt_rate(512) * COST.prompt(0, 512, 512, &StepWork::default()).as_secs_f64();
+        assert!((rate - 512.0).abs() < 1e-3 && StepCost::default().prompt_rate(512) == 0.0, "{rate}");
+    }
+
+    #[test]
+    fn steps_with_rows_of_unknown_cost_say_nothing_of_prompts() {
+        let mut model = StepModel::default();
+        let mixed = StepWork::default().with_prompt(0, 100).with_row(10);
+        (0..100).for_each(|_| model.add(&mixed, Duration::from_millis(50)));
+        assert!(!model.cost().knows_prompts());
+        let alone = StepWork::default().with_prompt(0, 100);
+        (0..100).for_each(|_| model.add(&alone, Duration::from_millis(50)));
+        assert!(model.cost().knows_prompts() && !model.cost().knows_rows());
+    }
+
+    #[test]
+    fn costs_of_a_peer_are_checked_and_no_number_is_too_large() {
+        assert_eq!(COST.check(), Ok(()));
+        assert_eq!(StepCost { pair: f64::NAN, ..COST }.check(), Err("pair"));
+        assert_eq!(StepCost { base: -1.0, ..COST }.check(), Err("base"));
+        let huge = StepCost { token: f64::MAX, ..COST };
+        assert_eq!(huge.prompt(0, u64::MAX, 1, &StepWork::default()), Duration::MAX);
+        assert_eq!(pairs(0, u64::MAX), u64::MAX);
+        assert_eq!((pairs(0, 3), pairs(2, 4)), (6, 7));
+    }
+}
