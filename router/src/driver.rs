@@ -7,7 +7,8 @@ use std::future::pending;
 use std::sync::Arc;
 
 use baton_policy::{
-    Choice, ChoiceInput, DecodeWord, Effect, NewRequest, Patience, PrefillWord, RequestLimits, Sequence, Taken,
+    BlockName, Choice, ChoiceInput, DecodeWord, Effect, NewRequest, Patience, PrefillWord, RequestLimits, Sequence,
+    Taken,
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
@@ -28,8 +29,10 @@ pub(crate) struct Job {
     pub request_id: RequestId,
     /// Token ids of the prompt.
     pub prompt: Arc<[u32]>,
-    /// Names (hashes) of the prompt's prefixes, the shortest first.
-    pub names: Arc<[u64]>,
+    /// Names of the prompt's blocks.
+    pub names: Arc<[BlockName]>,
+    /// Tokens of each of these blocks.
+    pub block_size: u32,
     /// How to sample the answer.
     pub sampling: SamplingParams,
     /// How the request is cached and ranked.
@@ -117,16 +120,16 @@ impl Driver {
     }
 
     fn new_request(&self) -> NewRequest {
-        let Job { prompt, names, sampling, standing, deadline, max_attempts, patience, .. } = &self.job;
+        let Job { prompt, names, block_size, sampling, standing, deadline, max_attempts, patience, .. } = &self.job;
         let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
             max_attempts: *max_attempts,
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
-        let (deadline, patience) = (deadline.into_std(), *patience);
+        let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
         let scored = sampling.prompt_logprobs.is_some();
-        NewRequest { prompt, names, cache_salt, scored, limits, deadline, patience }
+        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use baton_policy::{Patience, Prefixes};
+use baton_policy::{BlockName, Patience, Prefixes};
 use baton_runtime::{Bytes, Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
@@ -210,8 +210,9 @@ impl Front {
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         let mut choice = 0;
+        let block_size = workers.block_size();
         for plan in planned {
-            let names: Arc<[u64]> = Prefixes::names(&standing.cache_salt, &plan.prompt).into();
+            let names: Arc<[BlockName]> = Prefixes::names(&standing.cache_salt, block_size, &[], &plan.prompt).into();
             // Choices of one prompt share its KV.
             let mut tokens = plan.prompt.len() as u32;
             for sampling in plan.choices {
@@ -233,7 +234,8 @@ impl Front {
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
                 let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
-                let job = Job { request_id, prompt, names, sampling, standing, deadline, max_attempts, patience };
+                let job =
+                    Job { request_id, prompt, names, block_size, sampling, standing, deadline, max_attempts, patience };
                 let tokens = std::mem::replace(&mut tokens, 1);
                 let line = tenant.as_ref().zip(gate.as_ref());
                 let line = line.map(|(tenant, gate)| gate.line_up(tenant, job.standing.priority, tokens, choices == 1));

@@ -8,7 +8,8 @@ use baton_proto::v1;
 use baton_tests::cluster::client::{Answer, prompt, sampled};
 use baton_tests::cluster::http;
 use baton_tests::cluster::models;
-use baton_tests::cluster::{Cluster, ClusterOptions};
+use baton_tests::cluster::{Cluster, ClusterOptions, wait};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 /// Prompt tokens; blocks have 16.
@@ -198,6 +199,34 @@ fn a_conversation_goes_on_from_its_answer() -> anyhow::Result<()> {
     }
     ensure!(said[0] == said[1], "I1: {said:?}");
     Ok(())
+}
+
+/// A router that has just started has seen no prompt. The workers tell it what they hold.
+#[test]
+fn a_new_router_places_prompts_where_their_kv_is() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let env = vec![("BATON_LOCAL_PREFILL".to_owned(), "64".to_owned())];
+    let cluster = Cluster::start(ClusterOptions { decode: 3, env, ..ClusterOptions::new(model.path()) })?;
+    // One prompt on each of the decode workers, in turn.
+    let prompts: Vec<Vec<u32>> = (0..3).map(|seed| prompt(PROMPT, 50 + seed)).collect();
+    for prompt in &prompts {
+        ensure!(ask(&cluster, prompt, "")?.1 == 0);
+    }
+    let known = |blocks: f64| {
+        wait(|| cluster.router_metrics().is_ok_and(|m| m.sum("baton_kv_index_blocks", "") == blocks).then_some(()))
+    };
+    // Six full blocks of each prompt, and the one that the answer fills.
+    known(21.0)?;
+    let old = cluster.pid("router")?;
+    cluster.signal(old, Signal::KILL)?;
+    wait(|| cluster.pids("router").first().filter(|pid| **pid != old).copied())?;
+    known(21.0)?;
+    for prompt in prompts.iter().rev() {
+        let (_, cached) = ask(&cluster, prompt, "")?;
+        ensure!(cached as usize == PROMPT - 1, "{cached} of {PROMPT} tokens cached");
+    }
+    cluster.wait_idle()?;
+    cluster.stop()
 }
 
 /// Requests that begin alike and come at once: answers are those of each alone, whatever was shared meanwhile (I1).

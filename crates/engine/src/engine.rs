@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use baton_kv_cache::{BlockCopy, BlockCounts, BlockTable, KvError, KvPools, Quarantine, Readers};
+use baton_kv_cache::{BlockCopy, BlockCounts, BlockName, BlockTable, Cached, KvError, KvPools, Quarantine, Readers};
 use baton_types::{PoolGeometry, SeqId, TokenOut};
 
 use crate::config::AGED;
@@ -312,6 +312,21 @@ impl Engine {
     /// Blocks of tokens in the prefix cache that are kept ([`crate::Prefix::keep`]).
     pub fn kept_blocks(&self) -> u32 {
         self.pools.kept()
+    }
+
+    /// From now on notes which blocks enter and leave the prefix cache, for [`Engine::take_cache_changes`].
+    pub fn note_cache_changes(&mut self) {
+        self.pools.note_changes();
+    }
+
+    /// Passes on, in order, which blocks entered and left the prefix cache since the last call.
+    pub fn take_cache_changes(&mut self) -> impl Iterator<Item = Cached> {
+        self.pools.take_changes()
+    }
+
+    /// Names of the blocks in the prefix cache, in no order.
+    pub fn cached_blocks(&self) -> impl Iterator<Item = BlockName> {
+        self.pools.block_names()
     }
 
     /// Evicts from the prefix cache everything that no sequence uses.

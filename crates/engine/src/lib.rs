@@ -55,6 +55,7 @@ pub use step::{Step, StepRow, completed_blocks};
 pub use swap::{BlockSwap, SwapConfig, SwapRates};
 
 pub use baton_kv_cache::{
-    BlockCopy, BlockCounts, BlockTable, CacheConfig, Eviction, HOLE, Prefix, chain_hash, chain_hashes,
+    BlockCopy, BlockCounts, BlockName, BlockTable, CacheChange, CacheConfig, CacheFeed, Cached, Eviction, HOLE, Prefix,
+    Tally,
 };
 pub use baton_types::Time;

@@ -1,6 +1,6 @@
 //! One sequence: its tokens, how far they are computed, and what it owns.
 
-use baton_kv_cache::{BlockTable, LentTables, Prefix, Tables, chain_hashes};
+use baton_kv_cache::{BlockName, BlockTable, LentTables, Prefix, Tables};
 use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
 use crate::swapped::Swapped;
@@ -97,7 +97,7 @@ pub(crate) struct Sequence {
     pub deadline: Option<Time>,
     pub prefix: Option<Prefix>,
     /// Chain hashes of the full blocks it was submitted with.
-    pub names: Vec<u64>,
+    pub names: Vec<BlockName>,
     pub turn: Turn,
     pub tenant: u64,
     /// The start tag of its tenant's share.
@@ -157,7 +157,7 @@ impl Sequence {
         // Cached KV has no logits.
         let prefix = prefix.filter(|_| params.prompt_logprobs.is_none());
         let scored = if params.prompt_logprobs.is_some() { 1 } else { prompt_tokens };
-        let names = prefix.map_or(Vec::new(), |p| chain_hashes(p.seed, &tokens, block_size).collect());
+        let names = prefix.map_or(Vec::new(), |p| p.root.chain(&tokens, block_size).collect());
         Sequence {
             request_id,
             tokens,

@@ -32,6 +32,7 @@
 
 mod counts;
 mod error;
+mod feed;
 mod pool;
 mod pools;
 mod prefix;
@@ -41,9 +42,10 @@ mod tokens;
 
 pub use counts::BlockCounts;
 pub use error::KvError;
+pub use feed::{CacheChange, CacheFeed, Cached, Tally};
 pub use pool::{BlockPool, BlockState};
 pub use pools::{KvPools, Need};
-pub use prefix::{CacheConfig, Eviction, Prefix, chain_hash, chain_hashes};
+pub use prefix::{BlockName, CacheConfig, Eviction, Prefix};
 pub use reuse::{Hit, Readers};
 pub use table::{BlockTable, HOLE};
 pub use tokens::{BlockCopy, LentTables, Quarantine, Tables};

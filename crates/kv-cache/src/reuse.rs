@@ -2,9 +2,9 @@
 
 use baton_types::{BlockId, Time};
 
-use crate::prefix::{NodeId, Parent};
+use crate::prefix::{Block, NodeId, Parent};
 use crate::tokens::Chain;
-use crate::{BlockState, BlockTable, HOLE, KvError, KvPools, LentTables, Need, Prefix, Tables};
+use crate::{BlockName, BlockState, BlockTable, Cached, HOLE, KvError, KvPools, LentTables, Need, Prefix, Tables};
 
 /// The result of a lookup. Valid until the pools change.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -191,20 +191,20 @@ impl KvPools {
         if let Some(partial) = chain.partial.take() {
             self.index.remove(partial);
         }
-        let at = chain.blocks as usize;
+        let (at, name) = (chain.blocks as usize, chain.name.then(tokens));
         let id = match self.index.child(chain.tip, tokens) {
             Some(_) if exposed => return Ok(false),
             Some(id) => {
                 self.merge(tables, at, id)?;
                 id
             }
-            None => match self.add(tables, chain.tip, at, tokens)? {
+            None => match self.add(tables, chain.tip, at, Block { tokens, name: Some(name) })? {
                 Some(id) => id,
                 None => return Ok(false),
             },
         };
         self.index.touch(id, &chain.prefix);
-        (chain.blocks, chain.tip) = (chain.blocks + 1, Parent::Node(id));
+        (chain.blocks, chain.tip, chain.name) = (chain.blocks + 1, Parent::Node(id), name);
         Ok(true)
     }
 
@@ -216,7 +216,7 @@ impl KvPools {
         if let Some(partial) = chain.partial.take() {
             self.index.remove(partial);
         }
-        chain.partial = self.add(tables, chain.tip, chain.blocks as usize, tokens)?;
+        chain.partial = self.add(tables, chain.tip, chain.blocks as usize, Block { tokens, name: None })?;
         if let Some(id) = chain.partial {
             self.index.touch(id, &chain.prefix);
         }
@@ -229,7 +229,7 @@ impl KvPools {
         tables: &[BlockTable],
         parent: Parent,
         at: usize,
-        tokens: &[u32],
+        block: Block<'_>,
     ) -> Result<Option<NodeId>, KvError> {
         let blocks: Box<[Option<BlockId>]> =
             tables.iter().map(|table| table.blocks.get(at).copied().filter(|block| *block != HOLE)).collect();
@@ -237,12 +237,12 @@ impl KvPools {
         for (pool, block) in self.pools.iter().zip(&blocks) {
             held += block.map_or(Ok(0), |block| pool.state(block).map(|(_, refs)| refs))?;
         }
-        if let Some(id) = self.index.insert(parent, tokens, blocks.clone(), held) {
+        if let Some(id) = self.index.insert(parent, block, blocks.clone(), held) {
             return Ok(Some(id));
         }
         let Some(leaf) = self.index.next_leaf() else { return Ok(None) };
         self.drop_leaf(leaf)?;
-        Ok(self.index.insert(parent, tokens, blocks, held))
+        Ok(self.index.insert(parent, block, blocks, held))
     }
 
     /// Replaces our blocks with the index's blocks. In a group where the index has none, ours becomes the index's.
@@ -293,6 +293,21 @@ impl KvPools {
             }
         }
         Ok(())
+    }
+
+    /// From now on notes which blocks enter and leave the index, for [`KvPools::take_changes`].
+    pub fn note_changes(&mut self) {
+        self.index.note_changes();
+    }
+
+    /// Passes on, in order, the full blocks that entered and left the index since the last call.
+    pub fn take_changes(&mut self) -> impl Iterator<Item = Cached> {
+        self.index.take_changes()
+    }
+
+    /// Names of all full blocks in the index, in no order.
+    pub fn block_names(&self) -> impl Iterator<Item = BlockName> {
+        self.index.names()
     }
 
     /// Number of indexed blocks of tokens.

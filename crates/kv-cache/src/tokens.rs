@@ -3,7 +3,7 @@
 use baton_types::BlockId;
 
 use crate::prefix::{NodeId, Parent};
-use crate::{BlockTable, Prefix};
+use crate::{BlockName, BlockTable, Prefix};
 
 /// The blocks of a sequence that runs here: one block table per layer group, all blocks Used. Full blocks may have other
 /// owners too.
@@ -42,13 +42,15 @@ pub(crate) struct Chain {
     pub blocks: u32,
     /// The last indexed full block, or the root. The sequence keeps a block of it, so it stays indexed.
     pub tip: Parent,
+    /// Its name, or the root's.
+    pub name: BlockName,
     /// The node of the partly full block after `tip`, if it is indexed.
     pub partial: Option<NodeId>,
 }
 
 impl Chain {
     pub fn new(prefix: Prefix) -> Chain {
-        Chain { prefix, blocks: 0, tip: Parent::Root(prefix.seed), partial: None }
+        Chain { prefix, blocks: 0, tip: Parent::Root(prefix.seed), name: prefix.root, partial: None }
     }
 }
 

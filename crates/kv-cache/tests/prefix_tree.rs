@@ -1,10 +1,11 @@
 //! The prefix cache against a naive oracle, and against a model of the memory behind its blocks.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use baton_kv_cache::{
-    BlockState, CacheConfig, Eviction, HOLE, Hit, KvPools, LentTables, Need, Prefix, Readers, Tables, chain_hash,
+    BlockName, BlockState, CacheConfig, CacheFeed, Eviction, HOLE, Hit, KvPools, LentTables, Need, Prefix, Readers,
+    Tables,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, Time};
 use proptest::prelude::*;
@@ -47,13 +48,26 @@ struct World {
     live: Vec<Live>,
     /// Everything ever indexed, as seed and tokens. Serves as the oracle while nothing is evicted.
     known: Vec<(u64, Vec<u32>)>,
+    /// What others are told of the cache.
+    feed: CacheFeed,
 }
 
 fn value(prefix: &Prefix, tokens: &[u32]) -> u64 {
-    chain_hash(prefix.seed, tokens)
+    BlockName(prefix.seed.into()).then(tokens).short()
+}
+
+/// The root of a seed's names.
+fn root(seed: u64) -> BlockName {
+    BlockName::root(&seed.to_string(), 0)
 }
 
 impl World {
+    fn new(mut pools: KvPools, windows: Vec<(Option<u32>, u32)>) -> World {
+        pools.note_changes();
+        let (memory, live, known) = (BTreeMap::new(), Vec::new(), Vec::new());
+        World { pools, windows, memory, live, known, feed: CacheFeed::default() }
+    }
+
     fn size(&self) -> usize {
         self.pools.block_size() as usize
     }
@@ -186,6 +200,7 @@ impl World {
     fn operate(&mut self, (choice, pick, shape, flag): (u8, usize, Vec<u32>, bool)) {
         let prefix = Prefix {
             seed: pick as u64 % 2,
+            root: root(pick as u64 % 2),
             keep: (pick % 3) as u8,
             keep_until: flag.then_some(Time(pick as u64 % 50)),
         };
@@ -202,11 +217,15 @@ impl World {
         }
     }
 
-    fn check(&self) {
+    fn check(&mut self) {
         self.pools.check().unwrap();
+        self.pools.take_changes().for_each(|change| self.feed.note(change));
+        self.feed.take();
+        let told: BTreeSet<BlockName> = self.feed.told().collect();
+        assert_eq!(told, self.pools.block_names().collect(), "others are told what there is");
         self.live.iter().for_each(|live| self.verify(live));
         let counts = self.pools.counts();
-        let owned: std::collections::BTreeSet<_> = self
+        let owned: BTreeSet<_> = self
             .live
             .iter()
             .flat_map(|live| live.tables.as_slice().iter().enumerate())
@@ -236,13 +255,17 @@ proptest! {
         operations in operations(),
     ) {
         let pools = pools(block_size, &[(4000, None, 0), (4000, None, 0)], CacheConfig::default());
-        let mut world =
-            World { pools, windows: vec![(None, 0); 2], memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
+        let mut world = World::new(pools, vec![(None, 0); 2]);
         for operation in operations {
             for seed in 0..2 {
                 let prefix = Prefix { seed, ..Prefix::default() };
                 let found = world.pools.lookup(&prefix, &operation.2).tokens() as usize;
                 prop_assert_eq!(found, world.oracle(&prefix, &operation.2));
+                let names: Vec<BlockName> = root(seed).chain(&operation.2, block_size).collect();
+                let told: BTreeSet<BlockName> = world.feed.told().collect();
+                let held = names.iter().take_while(|name| told.contains(name)).count();
+                // A lookup leaves the last token out.
+                prop_assert_eq!(held.min((operation.2.len() - 1) / block_size as usize), found / block_size as usize);
             }
             world.operate(operation);
             world.check();
@@ -262,7 +285,7 @@ proptest! {
     ) {
         let pools = pools(block_size, &groups, CacheConfig { max_blocks, max_kept, eviction });
         let windows = groups.iter().map(|group| (group.1, group.2)).collect();
-        let mut world = World { pools, windows, memory: BTreeMap::new(), live: Vec::new(), known: Vec::new() };
+        let mut world = World::new(pools, windows);
         for operation in operations {
             world.operate(operation);
             world.check();

@@ -8,6 +8,7 @@
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
 //! - [`Placement`]: which decode worker and which prefill worker a request gets; [`RoundRobin`] and [`LeastLoaded`].
 //! - [`TenantMeter`]: what one tenant may use; [`Gate`]: which waiting request begins next, in the order of a fair queue.
+//! - [`KvIndex`]: which worker holds which prefix, as workers say.
 //! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
 
 #![forbid(unsafe_code)]
@@ -15,15 +16,18 @@
 
 mod fair;
 mod gate;
+mod kv_index;
 mod placement;
 mod prefixes;
 mod request;
 mod router;
 mod tenants;
 
+pub use baton_kv_cache::{BlockName, Tally};
 pub use fair::Ticket;
 pub use gate::{Begun, Gate, GateRoom};
-pub use placement::{Candidate, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
+pub use kv_index::{Followed, Holder, KvChange, KvIndex};
+pub use placement::{Candidate, Held, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
 pub use prefixes::Prefixes;
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{

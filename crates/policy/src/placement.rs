@@ -6,6 +6,8 @@
 use baton_membership::Role;
 use baton_types::{BatonError, ErrorKind, WorkerId};
 
+use crate::kv_index::Holder;
+
 /// One worker, as placement sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Candidate<'a> {
@@ -36,8 +38,28 @@ pub struct PlacementInput<'a> {
     pub avoid: &'a [WorkerId],
     /// Prefill and decode workers between which no handoff is to be placed.
     pub apart: &'a [(WorkerId, WorkerId)],
-    /// Workers that have KV of the request's prefix ([`crate::Prefixes`]). Preferred while they have room.
+    /// Workers that hold most of the prompt, as they say. Preferred while they have room.
+    pub held: Held<'a>,
+    /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it. Preferred after
+    /// those that do.
     pub near: Option<Placed>,
+}
+
+/// Who holds how much of a prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Held<'a> {
+    /// Blocks of the prompt.
+    pub blocks: usize,
+    /// Those that hold most of them, the one with most first.
+    pub by: &'a [Holder],
+}
+
+impl Held<'_> {
+    /// Workers that hold more than half of the prompt, the one with most first. Less is not worth deviating from placement in turn.
+    fn mostly(&self) -> impl Iterator<Item = WorkerId> {
+        let most = |holder: &&Holder| holder.blocks as usize * 2 > self.blocks;
+        self.by.iter().take_while(most).map(|holder| holder.worker)
+    }
 }
 
 /// Where a request runs.
@@ -155,9 +177,18 @@ fn in_turn<'a>(choices: &[&'a Candidate<'a>], last: &mut Option<WorkerId>) -> Op
 const ROOM: u32 = 8;
 
 /// The worker with this id, if it is one of `choices` and has room ([`ROOM`]).
-fn with_room<'a>(choices: &[&'a Candidate<'a>], id: Option<WorkerId>) -> Option<&'a Candidate<'a>> {
+fn with_room<'a>(choices: &[&'a Candidate<'a>], id: WorkerId) -> Option<&'a Candidate<'a>> {
     let least = choices.iter().map(|c| c.in_flight).min()?;
-    choices.iter().copied().find(|c| Some(c.id) == id && c.in_flight <= least.saturating_add(ROOM))
+    choices.iter().copied().find(|c| c.id == id && c.in_flight <= least.saturating_add(ROOM))
+}
+
+/// The worker that holds most of the prompt and has room; else `sent`, to which its beginning was sent, if that has room.
+fn nearest<'a>(
+    choices: &[&'a Candidate<'a>],
+    request: &PlacementInput<'_>,
+    sent: Option<WorkerId>,
+) -> Option<&'a Candidate<'a>> {
+    request.held.mostly().chain(sent).find_map(|id| with_room(choices, id))
 }
 
 type Narrow = for<'a> fn(Vec<&'a Candidate<'a>>) -> Vec<&'a Candidate<'a>>;
@@ -170,8 +201,9 @@ fn place_in_turn(
 ) -> Result<Placed, PlacementError> {
     let eligible = Eligible { view, request };
     let choices = eligible.decode()?;
-    // A worker preferred for its KV does not use up a turn.
-    let decode = match with_room(&choices, request.decode.or(request.near.map(|near| near.decode))) {
+    // A worker that the request has already, or that is preferred for its KV, does not use up a turn.
+    let pinned = choices.first().copied().filter(|_| request.decode.is_some());
+    let decode = match pinned.or_else(|| nearest(&choices, request, request.near.map(|near| near.decode))) {
         Some(decode) => decode,
         None => {
             let choices = narrow(choices);
@@ -179,7 +211,7 @@ fn place_in_turn(
         }
     };
     let choices = eligible.prefill(decode);
-    let prefill = with_room(&choices, request.near.and_then(|near| near.prefill))
+    let prefill = nearest(&choices, request, request.near.and_then(|near| near.prefill))
         .or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
     Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
 }
@@ -229,8 +261,15 @@ mod tests {
         ]
     }
 
-    const ASK: PlacementInput<'static> =
-        PlacementInput { model: "m", split: true, decode: None, avoid: &[], near: None, apart: &[] };
+    const ASK: PlacementInput<'static> = PlacementInput {
+        model: "m",
+        split: true,
+        decode: None,
+        avoid: &[],
+        near: None,
+        held: Held { blocks: 0, by: &[] },
+        apart: &[],
+    };
 
     /// Every implementation, for tests of their common behaviour.
     fn all() -> Vec<Box<dyn Placement>> {
@@ -323,6 +362,31 @@ mod tests {
             let avoid = [WorkerId(2)];
             let ask = PlacementInput { decode: Some(WorkerId(13)), avoid: &avoid, near, ..ASK };
             assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(1)), "nearness is no must");
+        }
+    }
+
+    /// What workers say that they hold counts for more than where prompts were sent.
+    #[test]
+    fn the_worker_that_holds_most_is_taken_where_it_has_room() {
+        for mut policy in all() {
+            let mut view = view();
+            let holder = |id, blocks| Holder { worker: WorkerId(id), blocks };
+            let by = [holder(13, 9), holder(2, 8), holder(12, 6), holder(11, 5)];
+            let near = Some(Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) });
+            let ask = PlacementInput { held: Held { blocks: 10, by: &by }, near, ..ASK };
+            assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(2)));
+            view[4].in_flight = ROOM + 1;
+            view[1].draining = true;
+            assert_eq!(
+                ids(policy.place(&view, &ask).unwrap()),
+                (12, Some(1)),
+                "the next that holds most; where it was sent"
+            );
+            view[3].draining = true;
+            assert_eq!(policy.place(&view, &ask).unwrap().decode.0, 11, "half is not enough, but it was sent there");
+            let ask = PlacementInput { near: None, ..ask };
+            let placed = [(); 2].map(|()| policy.place(&view, &ask).unwrap().decode.0);
+            assert!(placed.contains(&11), "in turn: {placed:?}");
         }
     }
 

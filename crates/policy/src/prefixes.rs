@@ -5,22 +5,18 @@
 //! them.
 
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hasher};
 
-use baton_kv_cache::chain_hashes;
+use baton_kv_cache::BlockName;
 
 use crate::Placed;
-
-/// A prefix gets a name after every this many tokens. Need not equal the workers' block size.
-const NAMED: u32 = 16;
 
 /// Names of prefixes, and where each was sent last. Bounded (I5): prefixes that were not sent again are forgotten first.
 #[derive(Clone, Debug)]
 pub struct Prefixes {
     /// Names sent since the last turnover. A turnover moves them to `old`.
-    young: HashMap<u64, Placed>,
+    young: HashMap<BlockName, Placed>,
     /// Names sent between the last two turnovers.
-    old: HashMap<u64, Placed>,
+    old: HashMap<BlockName, Placed>,
     /// Most names in `young`.
     most: usize,
 }
@@ -31,32 +27,23 @@ impl Prefixes {
         Prefixes { young: HashMap::new(), old: HashMap::new(), most: most.max(1) }
     }
 
-    /// The names of all prefixes of these tokens, the shortest first. `salt` keeps the names of different tenants apart.
-    pub fn names(salt: &str, tokens: &[u32]) -> Vec<u64> {
-        Prefixes::more_names(salt, &[], tokens)
-    }
-
-    /// The same, where `known` are the names of a beginning of these tokens.
-    pub fn more_names(salt: &str, known: &[u64], tokens: &[u32]) -> Vec<u64> {
-        let from_the_start = || {
-            let mut seed = DefaultHasher::new();
-            seed.write(salt.as_bytes());
-            seed.finish()
-        };
-        let last = known.last().copied().unwrap_or_else(from_the_start);
-        let rest = tokens.get(known.len() * NAMED as usize..).unwrap_or_default();
-        known.iter().copied().chain(chain_hashes(last, rest, NAMED)).collect()
+    /// The names of all full blocks of these tokens, where `known` are the names of the first ones. `salt` keeps the names of different tenants
+    /// apart.
+    pub fn names(salt: &str, block_size: u32, known: &[BlockName], tokens: &[u32]) -> Vec<BlockName> {
+        let last = known.last().copied().unwrap_or_else(|| BlockName::root(salt, block_size));
+        let rest = tokens.get(known.len() * block_size as usize..).unwrap_or_default();
+        known.iter().copied().chain(last.chain(rest, block_size)).collect()
     }
 
     /// Where the longest known prefix was sent. A prefix of half the tokens or less is not worth deviating from placement in
     /// turn.
-    pub fn find(&self, names: &[u64]) -> Option<Placed> {
-        let known = |name: &u64| self.young.get(name).or_else(|| self.old.get(name));
+    pub fn find(&self, names: &[BlockName]) -> Option<Placed> {
+        let known = |name: &BlockName| self.young.get(name).or_else(|| self.old.get(name));
         names[names.len() / 2..].iter().rev().find_map(known).copied()
     }
 
     /// Records that the prefixes with these names were sent to `placed`.
-    pub fn note(&mut self, names: &[u64], placed: Placed) {
+    pub fn note(&mut self, names: &[BlockName], placed: Placed) {
         for name in names {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
                 self.old = std::mem::take(&mut self.young);
@@ -80,11 +67,15 @@ mod tests {
         (0..len).collect()
     }
 
+    fn names(salt: &str, tokens: &[u32]) -> Vec<BlockName> {
+        Prefixes::names(salt, 16, &[], tokens)
+    }
+
     #[test]
     fn what_begins_alike_is_found_and_what_hardly_does_is_not() {
         let mut prefixes = Prefixes::new(100);
-        prefixes.note(&Prefixes::names("", &tokens(70)), at(1));
-        let find = |salt: &str, tokens: &[u32]| prefixes.find(&Prefixes::names(salt, tokens));
+        prefixes.note(&names("", &tokens(70)), at(1));
+        let find = |salt: &str, tokens: &[u32]| prefixes.find(&names(salt, tokens));
         assert_eq!(find("", &tokens(70)), Some(at(1)));
         assert_eq!(find("", &tokens(127)), Some(at(1)), "four of seven");
         assert_eq!(find("", &tokens(128)), None, "half of it");
@@ -99,8 +90,8 @@ mod tests {
     fn names_of_a_beginning_need_not_be_worked_out_again() {
         for salt in ["", "tenant"] {
             for beginning in [0, 5, 16, 40, 64] {
-                let known = Prefixes::names(salt, &tokens(beginning));
-                assert_eq!(Prefixes::more_names(salt, &known, &tokens(70)), Prefixes::names(salt, &tokens(70)));
+                let known = names(salt, &tokens(beginning));
+                assert_eq!(Prefixes::names(salt, 16, &known, &tokens(70)), names(salt, &tokens(70)));
             }
         }
     }
@@ -108,23 +99,24 @@ mod tests {
     #[test]
     fn the_longest_and_the_latest_count() {
         let mut prefixes = Prefixes::new(100);
-        prefixes.note(&Prefixes::names("", &tokens(64)), at(1));
-        prefixes.note(&Prefixes::names("", &tokens(48)), at(2));
-        assert_eq!(prefixes.find(&Prefixes::names("", &tokens(48))), Some(at(2)));
-        assert_eq!(prefixes.find(&Prefixes::names("", &tokens(64))), Some(at(1)));
+        prefixes.note(&names("", &tokens(64)), at(1));
+        prefixes.note(&names("", &tokens(48)), at(2));
+        assert_eq!(prefixes.find(&names("", &tokens(48))), Some(at(2)));
+        assert_eq!(prefixes.find(&names("", &tokens(64))), Some(at(1)));
     }
 
     /// I5: names that are sent again stay, others are forgotten, and the maps never hold more than twice the bound.
     #[test]
     fn it_forgets_what_is_not_sent_again() {
         let mut prefixes = Prefixes::new(10);
-        for name in 0..1000 {
-            prefixes.note(&[name], at(name));
-            prefixes.note(&[5000], at(5));
+        let name = |name: u64| [BlockName(name.into())];
+        for at_ in 0..1000 {
+            prefixes.note(&name(at_), at(at_));
+            prefixes.note(&name(5000), at(5));
             assert!(prefixes.young.len() <= 10 && prefixes.old.len() <= 10);
-            assert_eq!(prefixes.find(&[5000]), Some(at(5)));
-            assert_eq!(prefixes.find(&[name.saturating_sub(8)]), Some(at(name.saturating_sub(8))));
+            assert_eq!(prefixes.find(&name(5000)), Some(at(5)));
+            assert_eq!(prefixes.find(&name(at_.saturating_sub(8))), Some(at(at_.saturating_sub(8))));
         }
-        assert_eq!(prefixes.find(&[0]), None);
+        assert_eq!(prefixes.find(&name(0)), None);
     }
 }

@@ -8,13 +8,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_engine::{Batch, BlockCounts, Engine, Event, RunError, Step, SwapRates, Time};
+use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, SwapRates, Time};
 use baton_handoff::TransferError;
+use baton_latency::{StepModel, StepWork};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
 use crate::load::{Load, Recent};
-use crate::rate::PrefillRate;
 use crate::submit::Desk;
 use crate::todo::Todo;
 
@@ -135,7 +135,8 @@ pub struct WorkerCore<R: RoleCore> {
     in_flight: VecDeque<StepInFlight>,
     /// When the latest step was collected.
     last_end: Option<Time>,
-    prefills: PrefillRate,
+    /// What steps cost.
+    steps: StepModel,
     recent: Recent,
     /// Why the model can compute nothing any more.
     lost: Option<RunError>,
@@ -156,7 +157,7 @@ impl<R: RoleCore> WorkerCore<R> {
             depth: if overlaps { 2 } else { 1 },
             in_flight: VecDeque::new(),
             last_end: None,
-            prefills: PrefillRate::default(),
+            steps: StepModel::default(),
             recent: Recent::default(),
             lost: None,
             draining: false,
@@ -221,6 +222,11 @@ impl<R: RoleCore> WorkerCore<R> {
         &self.engine
     }
 
+    /// Passes on, in order, which blocks entered and left the prefix cache since the last call.
+    pub fn take_cache_changes(&mut self) -> impl Iterator<Item = Cached> {
+        self.engine.take_cache_changes()
+    }
+
     /// The role, to look at.
     pub fn role(&self) -> &R {
         &self.role
@@ -240,11 +246,16 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
+    /// What steps cost, and how well that predicts them.
+    pub fn steps(&self) -> &StepModel {
+        &self.steps
+    }
+
     /// What it has to do now.
     pub fn load(&self, now: Time) -> Load {
-        let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prefills.get());
-        let ahead = if rate == 0 { 0.0 } else { queued_tokens as f64 / rate as f64 };
-        let ahead = Duration::from_secs_f64(ahead);
+        let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prompt_rate());
+        let ahead = if rate > 0.0 { queued_tokens as f64 / rate } else { 0.0 };
+        let ahead = Duration::try_from_secs_f64(ahead).unwrap_or(Duration::MAX);
         let mut load = Load { queued_tokens, ahead, ..Load::default() };
         self.recent.measure(&mut load, now);
         load
@@ -296,7 +307,7 @@ impl<R: RoleCore> WorkerCore<R> {
         let since = self.last_end.map_or(started, |last| last.max(started));
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
         self.last_end = Some(now);
-        let failed = outcome.is_err();
+        let (failed, work) = (outcome.is_err(), work(&step));
         match outcome {
             Ok(mut tokens) => self.engine.apply(step, &mut tokens, &mut self.events),
             Err(error) => {
@@ -305,7 +316,9 @@ impl<R: RoleCore> WorkerCore<R> {
                 self.lost = lost;
             }
         }
-        self.learn(prefilled, decoded, took);
+        if !failed {
+            self.learn(&work, took);
+        }
         self.recent.add(answered, prefilled > 0, took, now);
         out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
@@ -314,14 +327,19 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// Measures the prefill rate, which says what computing a preempted sequence again would cost. Known once something
-    /// was computed.
-    fn learn(&mut self, prefilled: u64, decoded: u64, took: Duration) {
-        if prefilled > decoded {
-            let prefill_tokens_per_second = self.prefills.add(prefilled + decoded, took);
+    /// Learns from a step what steps cost, which also says what computing a preempted sequence again would.
+    fn learn(&mut self, work: &StepWork, took: Duration) {
+        self.steps.add(work, took);
+        if work.tokens > 0 {
+            let prefill_tokens_per_second = self.prompt_rate() as u64;
             let copy_bytes_per_second = self.engine.config().swap.rates.copy_bytes_per_second;
             self.engine.set_swap_rates(SwapRates { copy_bytes_per_second, prefill_tokens_per_second });
         }
+    }
+
+    /// Tokens of prompts computed in a second, by the latest steps; 0 before the first.
+    fn prompt_rate(&self) -> f64 {
+        self.steps.cost().prompt_rate(self.engine.config().chunk.into())
     }
 
     /// Has the role handle the engine's events, and passes on the role's effects.
@@ -331,4 +349,12 @@ impl<R: RoleCore> WorkerCore<R> {
         }
         out.extend(self.role_effects.drain(..).map(Effect::Role));
     }
+}
+
+/// What a step computes. A row of one token that samples is a decode row, also when it is a prompt's last token.
+fn work(step: &Step) -> StepWork {
+    step.rows().iter().fold(StepWork::default(), |work, row| {
+        let (start, end) = (u64::from(row.start), u64::from(row.start + row.len));
+        if row.samples && row.len == 1 { work.with_row(end) } else { work.with_prompt(start, end) }
+    })
 }

@@ -78,6 +78,10 @@ pub const VERIFY_FAILURES: &str = "baton_verify_failures_total";
 pub const RECOVERIES: &str = "baton_recoveries_total";
 /// Counter by `of` (worker, pair): workers, and pairs of them, that did worse than others and were left out for a while.
 pub const EJECTIONS: &str = "baton_ejections_total";
+/// Gauge by `of` (decode, prefill): median relative error lately of the predicted time of a step.
+pub const STEP_ERROR: &str = "baton_step_error_ratio";
+/// Gauge: blocks that the router knows some worker to have in its prefix cache.
+pub const KV_INDEX_BLOCKS: &str = "baton_kv_index_blocks";
 /// Gauge: choices that wait in the router for their tenant's turn.
 pub const WAITING: &str = "baton_waiting_choices";
 /// Counter by `reason`: requests refused before any work.
@@ -178,6 +182,8 @@ fn describe() {
     describe_counter!(VERIFY_FAILURES, Unit::Count, "Blocks' handoffs and frames with other bytes than were sent.");
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(EJECTIONS, Unit::Count, "Workers, and pairs of them, left out for a while, by what they are.");
+    describe_gauge!(STEP_ERROR, "Median relative error of the predicted time of steps, by what they compute.");
+    describe_gauge!(KV_INDEX_BLOCKS, Unit::Count, "Blocks that some worker is known to have in its prefix cache.");
     describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their tenant's turn.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_counter!(

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use baton_engine::{Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
+use baton_engine::{BlockName, Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
@@ -72,7 +72,8 @@ impl Decode {
     pub(crate) fn new(world: &World, life: Life, limits: TransferLimits) -> Result<Decode, Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
-        let engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        engine.note_cache_changes();
         let role = Role::new(world.lease, VOCAB);
         let layout = geometry.layout.clone().into();
         let core = WorkerCore::new(engine, role, layout, world.overlaps);
@@ -147,10 +148,12 @@ impl Decode {
 const MOST_KEPT: Duration = Duration::from_secs(1);
 
 /// A router's request as a new sequence for the engine.
-pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
+pub(crate) fn sequence(ask: &Ask, block_size: u32, start: Start, now: Time) -> Box<NewSequence> {
     let nanos = ask.time_left.as_nanos() as u64;
     // Some ask for their prompts to be kept.
     let wanted = if ask.priority > 0 { 2 * MOST_KEPT } else { Duration::ZERO };
+    let root = BlockName::root(&ask.salt.to_string(), block_size);
+    let prefix = Prefix { seed: mix(ask.salt), root, ..Prefix::default() };
     Box::new(NewSequence {
         request_id: RequestId(ask.request.to_string()),
         tokens: ask.tokens.clone(),
@@ -158,7 +161,7 @@ pub(crate) fn sequence(ask: &Ask, start: Start, now: Time) -> Box<NewSequence> {
         params: ask.params.clone(),
         start,
         deadline: Some(Time(now.0 + nanos)),
-        prefix: Some(Prefix::kept_for(mix(ask.salt), wanted, MOST_KEPT, ask.priority, now)),
+        prefix: Some(prefix.kept_for(wanted, MOST_KEPT, ask.priority, now)),
         priority: ask.priority,
         // Who shares KV is one tenant.
         share: Share { tenant: ask.salt, weight: 1 + (ask.salt % 3) as u32 },
@@ -237,7 +240,7 @@ impl World {
         match message {
             Up::Decode { call, ask, local } => {
                 let start = if local { Start::Compute } else { Start::Receive };
-                let new = sequence(&ask, start, now);
+                let new = sequence(&ask, self.geometry.layout.block_size, start, now);
                 let ticket = Ticket(decode.next_ticket);
                 decode.next_ticket += 1;
                 let caller = Caller { link, made, call, tokens: ask.tokens, cancelled: false };

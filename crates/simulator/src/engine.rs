@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 
 use baton_engine::fake::FakeModel;
 
-use baton_engine::{Engine, ModelRunner, RunError};
+use baton_engine::{CacheFeed, Engine, ModelRunner, RunError};
 use baton_roles::{DrainInput, Effect, IDLE_TICK, Input, RoleCore, StepLaunch, WorkerCore};
 use baton_types::TokenOut;
 
@@ -32,11 +32,13 @@ pub(crate) struct Thread<R: RoleCore> {
     layers: u32,
     busy: Option<Busy>,
     accounts: Accounts,
+    /// What others are told of its prefix cache.
+    pub feed: CacheFeed,
 }
 
 impl<R: RoleCore> Thread<R> {
     pub(crate) fn new(core: WorkerCore<R>, model: FakeModel<Bytes>, layers: u32) -> Thread<R> {
-        Thread { core, model, layers, busy: None, accounts: Accounts::default() }
+        Thread { core, model, layers, busy: None, accounts: Accounts::default(), feed: CacheFeed::default() }
     }
 }
 

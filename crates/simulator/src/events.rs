@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use baton_membership::{FollowAction, RenewalInput};
-use baton_policy::Broken;
+use baton_policy::{Broken, KvChange};
 use baton_types::WorkerId;
 
 use crate::control::Link;
@@ -95,6 +95,12 @@ pub(crate) enum Event {
         router: Place,
         life: Life,
         worker: WorkerId,
+    },
+    /// News of a worker's prefix cache.
+    News {
+        link: Link,
+        life: Life,
+        change: KvChange,
     },
     // Streams between routers and workers.
     Up {
@@ -231,6 +237,7 @@ impl Event {
             | Event::Follow { router, life, .. }
             | Event::FollowWake { router, life }
             | Event::Listed { router, life, .. } => (Process::Router(*router), Some(*life)),
+            Event::News { link, life, .. } => (Process::Router(link.0), Some(*life)),
             Event::Renewal { process, life }
             | Event::FromRegistry { process, life, .. }
             | Event::EngineTurn { process, life }

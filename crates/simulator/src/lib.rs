@@ -31,6 +31,7 @@
 mod accounting;
 mod arrival;
 mod arriving;
+mod cache_news;
 mod client;
 mod clocks;
 mod control;

@@ -101,7 +101,8 @@ impl Prefill {
     pub(crate) fn new(world: &World, life: Life) -> Result<Prefill, Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
-        let engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
+        engine.note_cache_changes();
         let layout = Arc::new(geometry.layout.clone());
         let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.overlaps);
         let model = world.model(&memory.bytes);
@@ -271,7 +272,8 @@ impl World {
             self.abort_handoff(place, id, false);
             return refused(&error);
         }
-        let new = sequence(ask, Start::ComputeAndHold, self.engine_now(Process::Prefill(place)));
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
+        let new = sequence(ask, size, Start::ComputeAndHold, now);
         let ticket = Ticket(id);
         let prefill = &mut self.prefills[place];
         prefill.tickets.insert(ticket, (caller, id));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use baton_membership::Follow;
-use baton_policy::{Fleet, LeastLoaded, Placement, Probe, RoundRobin};
+use baton_policy::{Ask, Failure, Fleet, KvIndex, LeastLoaded, Placed, Placement, Probe, RoundRobin};
 use baton_types::WorkerId;
 
 pub(crate) use choice::InFlight;
@@ -26,6 +26,8 @@ use crate::world::World;
 pub(crate) struct Router {
     pub life: Life,
     pub fleet: Fleet,
+    /// What each worker holds.
+    pub index: KvIndex,
     pub follow: Follow,
     pub follower: Timer,
     pub follow_until: Option<Instant>,
@@ -35,7 +37,7 @@ pub(crate) struct Router {
     calls: BTreeMap<Call, (u64, Leg)>,
     pub probes: BTreeMap<WorkerId, Probe>,
     /// Workers that the fleet has told it to connect to, and not yet to let go of.
-    connected: BTreeSet<WorkerId>,
+    pub connected: BTreeSet<WorkerId>,
     pub frozen: Option<(Micros, Micros)>,
     /// Every worker it has ever known.
     pub knew: BTreeMap<WorkerId, Process>,
@@ -49,6 +51,8 @@ impl Router {
         let router = Router {
             life,
             fleet: Fleet::new("m", placement),
+            // Some forget much of it.
+            index: KvIndex::new(if life.is_multiple_of(3) { 8 } else { 1000 }),
             follow,
             follower: Timer::default(),
             follow_until: None,
@@ -62,6 +66,15 @@ impl Router {
         };
         world.events.plan(world.now, Event::Follow { router: place, life, action: first });
         router
+    }
+}
+
+impl Router {
+    /// Places a request by what each worker holds.
+    fn place_held(&mut self, ask: &Ask, request: u64, now: Instant) -> Result<Placed, Failure> {
+        let held = self.index.find(&ask.names, 4, request as usize);
+        self.index.mention(&ask.names);
+        self.fleet.place(ask, &held, now)
     }
 }
 
@@ -111,6 +124,8 @@ impl World {
         let connected = &mut self.routers[place].connected;
         connected.extend(changes.joined.iter().map(|member| member.id));
         connected.retain(|worker| !changes.left.contains(worker));
+        changes.left.iter().for_each(|worker| self.routers[place].index.leave(*worker));
+        let connected = &self.routers[place].connected;
         // I5: only with workers in the view, so that connections are bounded.
         let gone = connected.iter().find(|worker| view.get(**worker).is_none()).copied();
         if let Some(worker) = gone {

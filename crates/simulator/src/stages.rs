@@ -74,13 +74,14 @@ impl World {
                 }
                 self.enter(Stage::Last);
             }
-            Stage::Last if self.check_free().is_ok() => {
+            Stage::Last if self.check_free().is_ok() && self.check_indexes().is_ok() => {
                 self.check_rest(true, true)?;
                 self.check_leases()?;
                 return Ok(true);
             }
             Stage::Resting | Stage::Last if self.now > self.since + REST => {
                 self.check_free()?;
+                self.check_indexes()?;
                 return Err(self.violation("I6", "workers do not come to rest"));
             }
             _ => {}

@@ -12,6 +12,7 @@ use baton_roles::DrainInput;
 use baton_types::testing::Random;
 use baton_types::{PoolGeometry, mix};
 
+use crate::cache_news::Follows;
 use crate::client::{Client, Shape, VOCAB};
 use crate::clocks::Clock;
 use crate::control::{self, Link};
@@ -102,6 +103,7 @@ pub(crate) struct World {
     pub registry: Registry,
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
+    pub follows: Follows,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     /// Workers that drain, and when they must begin to leave, for the checker of drains.
@@ -184,6 +186,7 @@ impl World {
             registry: Registry::new(base),
             clients: Vec::new(),
             links: BTreeMap::new(),
+            follows: Follows::new(seed),
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -347,6 +350,7 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
+            Event::News { link, change, .. } => self.news(link, &change),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
             Event::Broken { link, made, broken } => return self.break_link(link, made, broken),
@@ -354,6 +358,7 @@ impl World {
             Event::KeepAlive => {
                 self.events.plan(self.now + LOOK, Event::KeepAlive);
                 self.check_bounds()?;
+                self.tell_news();
                 return self.keep_alive();
             }
             Event::Renewal { process, .. } => self.renew(process, RenewalInput::Wake),

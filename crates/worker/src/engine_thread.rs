@@ -13,8 +13,7 @@ use baton_transfer::TransferError;
 use metrics::{counter, histogram};
 use tokio::sync::watch;
 
-use crate::report::Reporter;
-use crate::signals::{Limits, Signals};
+use crate::report::{Reporter, Told};
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
@@ -110,13 +109,13 @@ impl<C> EngineHandle<C> {
 }
 
 /// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that a step may
-/// take; by default what suits the model's device. The thread sends what autoscalers want to know to `signals`.
+/// take; by default what suits the model's device. Others hear of it through `told`.
 pub(crate) fn start<S: Shell>(
     core: WorkerCore<S::Role>,
     runner: Box<dyn ModelRunner>,
     clock: Clock,
     timeout: Option<Duration>,
-    (limits, signals): (Limits, watch::Sender<Option<Signals>>),
+    told: Told,
     make: impl FnOnce(Commands<S::Command>) -> Result<S, WorkerError>,
 ) -> Result<EngineHandle<S::Command>, WorkerError> {
     let (messages, inbox) = channel();
@@ -125,7 +124,7 @@ pub(crate) fn start<S: Shell>(
     let handle = EngineHandle { commands: Commands(messages), snapshot, stall: stall.clone() };
     let shell = make(handle.commands())?;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
-    let reporter = Reporter { snapshot: publish, signals, limits };
+    let reporter = Reporter { snapshot: publish, told };
     let thread = Thread { core, runner, shell, inbox, reporter, watchdog, stall, clock, ended: false };
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || thread.run())?;
     Ok(handle)
@@ -158,6 +157,7 @@ impl<S: Shell> Thread<S> {
             self.reporter.report_load(&self.core, self.clock.now());
             self.feed(Input::Turn);
             self.reporter.report(&self.core);
+            self.reporter.report_cache(&mut self.core);
         }
     }
 

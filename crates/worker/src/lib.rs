@@ -16,6 +16,7 @@
 
 mod backend;
 mod budget;
+mod cache_news;
 mod choices;
 mod config;
 mod convert;

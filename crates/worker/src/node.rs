@@ -18,8 +18,10 @@ use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
+use crate::cache_news::CacheNews;
 use crate::door;
 use crate::load::{Ready, load};
+use crate::report::Told;
 use crate::serving::Serving;
 use crate::settings::check_settings;
 use crate::signals::{self, Limits};
@@ -84,8 +86,9 @@ impl Node {
 
     /// Checks a sequence from the router. Compiles its constraint, if it has one, on a blocking thread.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
-        let layout = self.geometry.layout.fingerprint();
-        let fit = crate::wire::Fit { vocab: self.vocab, layout, max_keep: self.config.max_keep };
+        let (layout, max_keep) = (&self.geometry.layout, self.config.max_keep);
+        let (layout, block_size) = (layout.fingerprint(), layout.block_size);
+        let fit = crate::wire::Fit { vocab: self.vocab, layout, block_size, max_keep };
         let mut new = crate::wire::new_sequence(sequence, fit, start, self.clock.now())?;
         if let Some(constraint) = new.params.constraint.clone() {
             let grammars = Arc::clone(&self.grammars);
@@ -129,7 +132,8 @@ impl Node {
             "model loaded"
         );
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
-        let engine = Engine::new(limits, &geometry)?;
+        let mut engine = Engine::new(limits, &geometry)?;
+        engine.note_cache_changes();
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
@@ -137,8 +141,12 @@ impl Node {
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
         let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
         let make = |commands| N::shell(&node, commands);
-        let handle = engine_thread::start(core, runner, clock, timeout, (keeps, told), make)?;
-        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot());
+        let cache = Arc::<CacheNews>::default();
+        let told = Told { signals: told, limits: keeps, cache: Arc::clone(&cache) };
+        let handle = engine_thread::start(core, runner, clock, timeout, told, make)?;
+        let news = Arc::clone(&cache);
+        tokio::spawn(async move { news.publish().await });
+        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), cache);
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }
@@ -214,6 +222,7 @@ impl Node {
         process.readiness.ready();
         tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
         let left = Serving::new(handle, process.shutdown.clone(), health, served, lease).until_left().await;
+        service.end();
         stop.cancel();
         // Streams still open belong to requests that were cut off.
         let _ = tokio::time::timeout(Duration::from_secs(1), server).await;

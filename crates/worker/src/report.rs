@@ -1,18 +1,29 @@
 //! Reports what a worker's core holds: as metrics, as snapshots, as signals for autoscalers.
 
+use std::sync::Arc;
+
 use baton_engine::Time;
 use baton_roles::{RoleCore, Snapshot, WorkerCore};
 use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
+use crate::cache_news::CacheNews;
 use crate::signals::{Limits, Signals};
 
 /// Where the reports go.
 pub(crate) struct Reporter {
     pub snapshot: watch::Sender<Snapshot>,
+    pub told: Told,
+}
+
+/// Who else wants to know of a worker.
+pub(crate) struct Told {
+    /// Autoscalers, and what a worker's load is measured by for them.
     pub signals: watch::Sender<Option<Signals>>,
     pub limits: Limits,
+    /// Routers, of the prefix cache.
+    pub cache: Arc<CacheNews>,
 }
 
 impl Reporter {
@@ -21,19 +32,36 @@ impl Reporter {
         let snapshot = core.snapshot();
         if *self.snapshot.borrow() != snapshot {
             report_engine(core, &snapshot);
+            Self::report_errors(core);
             // Last, so that whoever sees the new snapshot reads metrics at least as new.
             self.snapshot.send_replace(snapshot);
         }
     }
 
+    /// Tells what entered and left the prefix cache. Once a turn is enough.
+    pub(crate) fn report_cache<R: RoleCore>(&self, core: &mut WorkerCore<R>) {
+        self.told.cache.note(core.take_cache_changes());
+    }
+
+    /// Publishes how well the time of steps is predicted.
+    fn report_errors<R: RoleCore>(core: &WorkerCore<R>) {
+        let (decode, prefill) = core.steps().errors();
+        for (of, error) in [("decode", decode), ("prefill", prefill)] {
+            if let Some(error) = error {
+                gauge!(names::STEP_ERROR, "of" => of).set(error);
+            }
+        }
+    }
+
     /// Publishes how loaded the worker is. Once a turn is enough.
     pub(crate) fn report_load<R: RoleCore>(&self, core: &WorkerCore<R>, now: Time) {
-        let signals = Signals::new(&core.snapshot(), &core.load(now), self.limits);
-        if *self.signals.borrow() != Some(signals) {
+        let Told { signals: told, limits, .. } = &self.told;
+        let signals = Signals::new(&core.snapshot(), &core.load(now), *limits);
+        if *told.borrow() != Some(signals) {
             gauge!(names::LOAD).set(signals.load);
             gauge!(names::QUEUED_TOKENS).set(signals.queued_tokens as f64);
             gauge!(names::QUEUE_SECONDS).set(signals.queue_seconds);
-            self.signals.send_replace(Some(signals));
+            told.send_replace(Some(signals));
         }
     }
 }

@@ -9,6 +9,8 @@ use tonic::{Request, Response, Status};
 
 use baton_roles::Snapshot;
 
+use crate::cache_news::{CacheNews, WorkerEvents};
+
 /// Lists a prefill worker's peers and the transports to each.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 
@@ -20,11 +22,22 @@ pub struct WorkerService {
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// Unset for a role that writes to no peer.
     peers: Arc<OnceLock<Peers>>,
+    cache: Arc<CacheNews>,
 }
 
 impl WorkerService {
-    pub(crate) fn new(id: WorkerId, role: &'static str, snapshot: watch::Receiver<Snapshot>) -> WorkerService {
-        WorkerService { id, role, snapshot, peers: Arc::default() }
+    pub(crate) fn new(
+        id: WorkerId,
+        role: &'static str,
+        snapshot: watch::Receiver<Snapshot>,
+        cache: Arc<CacheNews>,
+    ) -> WorkerService {
+        WorkerService { id, role, snapshot, peers: Arc::default(), cache }
+    }
+
+    /// Ends its streams.
+    pub(crate) fn end(&self) {
+        self.cache.end();
     }
 
     /// Adds what `peers` returns to the worker's status from now on.
@@ -36,6 +49,12 @@ impl WorkerService {
 
 #[tonic::async_trait]
 impl worker_server::Worker for WorkerService {
+    type FollowStream = WorkerEvents;
+
+    async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
+        Ok(Response::new(Arc::clone(&self.cache).follow()))
+    }
+
     async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {
         let now = *self.snapshot.borrow();
         let b = now.blocks;

@@ -94,11 +94,12 @@ async fn tell(State(signals): State<watch::Receiver<Option<Signals>>>) -> Respon
     }
 }
 
-/// Signals that nobody hears.
+/// Reports that nobody hears.
 #[cfg(test)]
-pub(crate) fn unheard() -> (Limits, watch::Sender<Option<Signals>>) {
+pub(crate) fn unheard() -> crate::report::Told {
     let second = Duration::from_secs(1);
-    (Limits { ttft: second, itl: second, max_running: 1 }, watch::Sender::new(None))
+    let limits = Limits { ttft: second, itl: second, max_running: 1 };
+    crate::report::Told { signals: watch::Sender::new(None), limits, cache: Default::default() }
 }
 
 #[cfg(test)]
@@ -133,7 +134,7 @@ mod tests {
         let slow = of(|_, load| (load.fastest, load.inter_token) = (MS(60), MS(90)));
         assert_eq!((slow.load, slow.inter_token_seconds), (0.3, 0.09), "the model is slower than the SLO when alone");
         assert_eq!(of(|snapshot, _| snapshot.draining = true).load, 0.0);
-        let empty = Signals::new(&Snapshot::default(), &Load::default(), unheard().0);
+        let empty = Signals::new(&Snapshot::default(), &Load::default(), unheard().limits);
         assert_eq!(empty.load, 0.0, "a pool of no blocks is not used");
     }
 }

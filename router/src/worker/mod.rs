@@ -4,26 +4,32 @@
 //! only connects and probes as the fleet says.
 
 mod channel;
+mod follow;
+mod held;
 mod legs;
 mod link;
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Capacity, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin, Verdict,
+    Ask, BlockName, Capacity, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin,
+    Verdict,
 };
 use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
 use baton_types::WorkerId;
 use metrics::counter;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::config::{PlacementKind, RouterConfig};
 use crate::model::ServedModel;
+use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
@@ -38,6 +44,12 @@ pub(crate) struct Workers {
     tls: Option<WorkerTls>,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
+    /// Dropping one ends the task that follows this worker.
+    followers: Mutex<HashMap<WorkerId, oneshot::Sender<()>>>,
+    /// What each worker holds.
+    held: HeldBlocks,
+    /// Placements so far.
+    turn: AtomicUsize,
     /// What follows from the latest view. Requests read it without waiting for each other.
     table: RwLock<Arc<Table>>,
 }
@@ -50,6 +62,8 @@ struct Table {
     fingerprint: u64,
     /// Connections to the fleet's workers. One removed here lives on in the links of the requests that use it.
     channels: HashMap<WorkerId, WorkerChannel>,
+    /// Tokens of a block of the workers, where names of blocks are to be compared with theirs.
+    block_size: u32,
 }
 
 impl std::fmt::Debug for Workers {
@@ -72,10 +86,21 @@ impl Workers {
             gate_room: fleet.gate_room(fair_window),
             fingerprint: fleet.fingerprint(),
             channels: HashMap::new(),
+            block_size: fleet.block_size(),
         };
         let tls = tls.map(WorkerTls::new);
         let (served_name, table) = (model.id().to_owned(), RwLock::new(Arc::new(table)));
-        Workers { served_name, worker_timeout, fair_window, tls, fleet: Mutex::new(fleet), table }
+        Workers {
+            served_name,
+            worker_timeout,
+            fair_window,
+            tls,
+            fleet: Mutex::new(fleet),
+            followers: Mutex::default(),
+            held: HeldBlocks::new(BLOCKS),
+            turn: AtomicUsize::new(0),
+            table,
+        }
     }
 
     fn fleet(&self) -> MutexGuard<'_, Fleet> {
@@ -86,16 +111,27 @@ impl Workers {
         Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Applies a new view: connects to workers that joined, and forgets those that left.
-    pub fn update(&self, view: Arc<View>) {
+    /// Applies a new view: connects to workers that joined and follows what they hold, and forgets those that left.
+    pub fn update(self: &Arc<Self>, view: Arc<View>) {
         // To the end, so that of two views the later one stays.
         let mut fleet = self.fleet();
         let changes = fleet.update(view);
         let mut table = Table::clone(&self.table());
-        changes.left.iter().for_each(|id| drop(table.channels.remove(id)));
+        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
+        for id in changes.left {
+            table.channels.remove(&id);
+            followers.remove(&id);
+        }
         for member in changes.joined {
             match link::connect(&member, self.worker_timeout, self.tls.as_ref()) {
-                Ok(channel) => drop(table.channels.insert(member.id, channel)),
+                Ok(channel) => {
+                    if member.model == fleet.model() {
+                        let (here, left) = oneshot::channel();
+                        tokio::spawn(follow::until_left(Arc::downgrade(self), member.id, channel.clone(), left));
+                        followers.insert(member.id, here);
+                    }
+                    table.channels.insert(member.id, channel);
+                }
                 Err(error) => {
                     fleet.unusable(member.id);
                     tracing::warn!(worker = %member.id, address = member.grpc, error, "a worker cannot be used");
@@ -103,7 +139,7 @@ impl Workers {
             }
         }
         (table.capacity, table.fingerprint) = (fleet.capacity(), fleet.fingerprint());
-        table.gate_room = fleet.gate_room(self.fair_window);
+        (table.gate_room, table.block_size) = (fleet.gate_room(self.fair_window), fleet.block_size());
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(table);
     }
 
@@ -160,9 +196,15 @@ impl Workers {
         self.table().fingerprint
     }
 
+    /// Tokens of a block of the workers.
+    pub fn block_size(&self) -> u32 {
+        self.table().block_size
+    }
+
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask) -> Result<Placed, Failure> {
-        self.fleet().place(ask, Instant::now().into_std())
+        let held = self.held.find(&ask.names, self.turn.fetch_add(1, Ordering::Relaxed));
+        self.fleet().place(ask, &held, Instant::now().into_std())
     }
 
     /// Takes in how a request fared on a worker, or between two.
@@ -180,7 +222,7 @@ impl Workers {
     }
 
     /// Records that these workers have the KV of the prefixes with these names.
-    pub fn note(&self, placed: Placed, names: &[u64]) {
+    pub fn note(&self, placed: Placed, names: &[BlockName]) {
         self.fleet().note(placed, names);
     }
 

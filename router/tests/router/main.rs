@@ -5,6 +5,7 @@ mod support;
 
 mod api;
 mod false_workers;
+mod following;
 mod grpc;
 mod listeners;
 mod logprobs;

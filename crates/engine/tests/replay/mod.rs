@@ -132,7 +132,12 @@ fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now:
         params: SamplingParams { max_tokens: request.output, temperature: 0.0, ..SamplingParams::default() },
         start: Start::Compute,
         deadline: None,
-        prefix: Some(Prefix { seed: 1, keep: u8::from(again), keep_until: Some(now.after_ms(KEEP_MS)) }),
+        prefix: Some(Prefix {
+            seed: 1,
+            keep: u8::from(again),
+            keep_until: Some(now.after_ms(KEEP_MS)),
+            ..Prefix::default()
+        }),
         priority: 0,
         share: Share::default(),
     }

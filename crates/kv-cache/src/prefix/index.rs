@@ -14,7 +14,8 @@ use std::sync::Arc;
 use baton_types::{BlockId, Time};
 
 use super::eviction::{BlockUsage, EvictionRank, Pin, Ranking};
-use super::{CacheConfig, Prefix};
+use super::{BlockName, CacheConfig, Prefix};
+use crate::Cached;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct NodeId(pub(super) u32);
@@ -28,6 +29,14 @@ pub(crate) enum Parent {
     Node(NodeId),
 }
 
+/// A block to index.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block<'a> {
+    pub tokens: &'a [u32],
+    /// Its name, if it is full.
+    pub name: Option<BlockName>,
+}
+
 /// Most nodes for each block of the pools (I5). When every group has a window, nodes may be left without a block, so the
 /// blocks alone do not bound the nodes.
 const NODES_PER_BLOCK: u32 = 4;
@@ -39,6 +48,8 @@ pub(super) struct Node {
     pub(super) parent: Parent,
     /// The block's tokens. Only the last block of a sequence may be partly full; it has no children.
     pub(super) tokens: Arc<[u32]>,
+    /// Its name, if it is full.
+    name: Option<BlockName>,
     /// One per layer group. `None` only in a group with a window: the window has passed the block, or it was evicted.
     pub(super) blocks: Box<[Option<BlockId>]>,
     pub(super) children: Children,
@@ -68,6 +79,8 @@ pub(crate) struct PrefixIndex {
     expiring: BTreeSet<(u64, NodeId)>,
     pub(super) ranking: Ranking,
     now: u64,
+    /// Blocks that came and went, if somebody wants to know.
+    changes: Option<Vec<Cached>>,
 }
 
 impl PrefixIndex {
@@ -88,6 +101,7 @@ impl PrefixIndex {
             expiring: BTreeSet::new(),
             ranking: Ranking::new(config.eviction),
             now: 0,
+            changes: None,
         }
     }
 
@@ -138,7 +152,7 @@ impl PrefixIndex {
     pub fn insert(
         &mut self,
         parent: Parent,
-        tokens: &[u32],
+        Block { tokens, name }: Block<'_>,
         blocks: Box<[Option<BlockId>]>,
         held: u32,
     ) -> Option<NodeId> {
@@ -163,7 +177,8 @@ impl PrefixIndex {
         for (group, block) in blocks.iter().enumerate() {
             self.map(group, *block, Some(id));
         }
-        let node = Node { parent, tokens, blocks, children: Children::new(), held, usage: BlockUsage::default() };
+        self.note(name.map(Cached::Stored));
+        let node = Node { parent, tokens, name, blocks, children: Children::new(), held, usage: BlockUsage::default() };
         self.nodes[id.0 as usize] = Some(node);
         Some(id)
     }
@@ -186,6 +201,7 @@ impl PrefixIndex {
         }
         let Some(node) = self.nodes.get_mut(id.0 as usize).and_then(Option::take) else { return Box::default() };
         debug_assert!(node.children.is_empty(), "leaves before their parents");
+        self.note(node.name.map(Cached::Removed));
         self.vacant.push(id);
         self.kept -= u32::from(node.usage.pin.keep > 0);
         self.expiring.remove(&(node.usage.pin.until, id));
@@ -293,6 +309,32 @@ impl PrefixIndex {
     /// What precedes a node.
     pub fn parent(&self, id: NodeId) -> Option<Parent> {
         self.node(id).map(|node| node.parent)
+    }
+
+    /// A full block's name.
+    pub fn name(&self, id: NodeId) -> Option<BlockName> {
+        self.node(id)?.name
+    }
+
+    /// Names of all full blocks.
+    pub fn names(&self) -> impl Iterator<Item = BlockName> {
+        self.nodes.iter().flatten().filter_map(|node| node.name)
+    }
+
+    /// From now on notes which full blocks come and go.
+    pub fn note_changes(&mut self) {
+        self.changes.get_or_insert_default();
+    }
+
+    /// Takes what was noted, in order.
+    pub fn take_changes(&mut self) -> impl Iterator<Item = Cached> {
+        self.changes.as_mut().map(std::mem::take).unwrap_or_default().into_iter()
+    }
+
+    fn note(&mut self, change: Option<Cached>) {
+        if let (Some(changes), Some(change)) = (&mut self.changes, change) {
+            changes.push(change);
+        }
     }
 
     fn node(&self, id: NodeId) -> Option<&Node> {

@@ -11,18 +11,21 @@
 //! - It also finds the longest common beginning of a block (for copy-on-write).
 //! - A crafted prompt can never be given another prompt's KV.
 //!
-//! The hash chain ([`chain_hash`]) only names a prefix for those who do not hold its tokens.
+//! Each full block also has a [`BlockName`], for those who do not hold its tokens. The index notes which names come and go, if somebody wants
+//! to know ([`Cached`](crate::Cached)).
 
 mod check;
 mod eviction;
 mod index;
+mod name;
 
 use std::time::Duration;
 
-use baton_types::{Time, hash_bytes};
+use baton_types::Time;
 
 pub use eviction::Eviction;
-pub(crate) use index::{NodeId, Parent, PrefixIndex};
+pub(crate) use index::{Block, NodeId, Parent, PrefixIndex};
+pub use name::BlockName;
 
 /// The prefix cache's limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,6 +50,8 @@ impl Default for CacheConfig {
 pub struct Prefix {
     /// Sequences with equal seeds may share KV. Derived from the model's fingerprint and the tenant's salt.
     pub seed: u64,
+    /// What comes before the first block, in its name.
+    pub root: BlockName,
     /// Priority for [`Eviction::Priority`]: lower is evicted first, and 0 means not kept. A block has the highest priority of
     /// the sequences that used it.
     pub keep: u8,
@@ -55,48 +60,15 @@ pub struct Prefix {
 }
 
 impl Prefix {
-    /// The prefix of a request that asks for its blocks to be kept for `wanted`, of which it gets at most `most` (I5). Among the requests that
+    /// The same prefix for a request that asks for its blocks to be kept for `wanted`, of which it gets at most `most` (I5). Among the requests that
     /// ask, those with a lower `priority` number, which are more urgent, are kept longer.
-    pub fn kept_for(seed: u64, wanted: Duration, most: Duration, priority: i32, now: Time) -> Prefix {
+    #[must_use]
+    pub fn kept_for(self, wanted: Duration, most: Duration, priority: i32, now: Time) -> Prefix {
         let millis = wanted.min(most).as_millis() as u64;
         if millis == 0 {
-            return Prefix { seed, ..Prefix::default() };
+            return self;
         }
         let rank = i32::from(i8::MAX) + 1 - priority.clamp(i8::MIN.into(), i8::MAX.into());
-        Prefix { seed, keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(millis)) }
-    }
-}
-
-/// The name of a prefix: `chain_hash(chain_hash(seed, block 0), block 1)` and so on, over full blocks of token ids.
-///
-/// Hashes can collide: use them for placement and for hints, never to hand out KV.
-pub fn chain_hash(before: u64, block: &[u32]) -> u64 {
-    block.chunks(2).fold(hash_bytes(before, &(block.len() as u64).to_le_bytes()), |state, pair| {
-        let word = u64::from(pair[0]) | pair.get(1).map_or(0, |&high| u64::from(high) << 32);
-        hash_bytes(state, &word.to_le_bytes())
-    })
-}
-
-/// [`chain_hash`] after each full block of `tokens`.
-pub fn chain_hashes(seed: u64, tokens: &[u32], block_size: u32) -> impl Iterator<Item = u64> {
-    tokens.chunks_exact(block_size as usize).scan(seed, |state, block| {
-        *state = chain_hash(*state, block);
-        Some(*state)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_prefix_is_named_by_all_before_it() {
-        let names = |seed, tokens: &[u32]| chain_hashes(seed, tokens, 3).collect::<Vec<_>>();
-        let base = names(1, &[1, 2, 3, 4, 5, 6, 7]);
-        assert_eq!(base.len(), 2, "full blocks only");
-        assert_eq!(base[..1], names(1, &[1, 2, 3, 9, 9, 9])[..1]);
-        assert_ne!(base[1], names(1, &[1, 2, 3, 9, 9, 9])[1]);
-        assert_ne!(base[1], names(1, &[9, 2, 3, 4, 5, 6])[1]);
-        assert_ne!(base, names(2, &[1, 2, 3, 4, 5, 6]));
+        Prefix { keep: u8::try_from(rank).unwrap_or(u8::MAX), keep_until: Some(now.after_ms(millis)), ..self }
     }
 }

@@ -17,6 +17,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_kv_cache::BlockName;
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::fleet::Ask;
@@ -37,8 +38,10 @@ pub const SECOND_WORD: Duration = Duration::from_millis(100);
 pub struct NewRequest {
     /// Token ids.
     pub prompt: Arc<[u32]>,
-    /// Names of the prompt's prefixes ([`Prefixes::names`]).
-    pub names: Arc<[u64]>,
+    /// Names of the prompt's blocks ([`Prefixes::names`]).
+    pub names: Arc<[BlockName]>,
+    /// Tokens of each of these blocks.
+    pub block_size: u32,
     /// The tenant's salt. Requests share prefixes only with requests of the same salt.
     pub cache_salt: String,
     /// Log probabilities of the prompt's tokens are wanted.
@@ -152,8 +155,8 @@ pub enum Effect {
     Note {
         /// Where the request ran.
         placed: Placed,
-        /// Names of the prefixes of prompt and answer.
-        names: Vec<u64>,
+        /// Names of the blocks of prompt and answer.
+        names: Vec<BlockName>,
     },
     /// The answer is complete. The last effect.
     Finish {
@@ -462,8 +465,8 @@ impl Choice {
                     }
                     // A prompt that was scored is in no prefix cache.
                     if !self.request.scored {
-                        let NewRequest { cache_salt, names, .. } = &self.request;
-                        let names = Prefixes::more_names(cache_salt, names, &self.sequence_so_far());
+                        let NewRequest { cache_salt, block_size, names, .. } = &self.request;
+                        let names = Prefixes::names(cache_salt, *block_size, names, &self.sequence_so_far());
                         self.todo.push_back(Effect::Note { placed, names });
                     }
                 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use baton_kv_cache::BlockName;
 use baton_membership::{Member, Role, View};
 use baton_types::{BatonError, WorkerId, hash_bytes};
 
@@ -15,7 +16,8 @@ use super::capacity::Capacity;
 use super::legs::LegEnd;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
-use crate::placement::{Candidate, Placed, Placement, PlacementInput};
+use crate::kv_index::Holder;
+use crate::placement::{Candidate, Held, Placed, Placement, PlacementInput};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
 
@@ -23,6 +25,8 @@ use crate::request::Failure;
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
 /// Least number of prefix names whose place is remembered, and half the most (I5). This covers a million tokens.
 const PREFIXES: usize = 1 << 16;
+/// Tokens of a block, unless a worker is set otherwise.
+const USUAL_BLOCK: u32 = 16;
 
 /// Every worker in the view.
 pub struct Fleet {
@@ -56,8 +60,8 @@ pub struct Ask {
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: Vec<WorkerId>,
-    /// Names of the prompt's prefixes ([`Prefixes::names`]).
-    pub names: Arc<[u64]>,
+    /// Names of the prompt's blocks ([`Prefixes::names`]).
+    pub names: Arc<[BlockName]>,
 }
 
 /// The workers that joined and left with a view.
@@ -171,10 +175,12 @@ impl Fleet {
     ///
     /// # Errors
     /// Why no worker can take the request.
-    pub fn place(&mut self, ask: &Ask, now: Instant) -> Result<Placed, Failure> {
+    pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Placed, Failure> {
         let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
         let (near, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
-        let input = PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near, apart };
+        let held = Held { blocks: ask.names.len(), by: held };
+        let input =
+            PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near, held, apart };
         let there = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
         let well = |id, worker: &Worker| {
             there(id, worker) && (outliers.allows(Subject::Worker(id), now) || ask.decode == Some(id))
@@ -213,7 +219,7 @@ impl Fleet {
     }
 
     /// Records that these workers have the KV of the prefixes with these names.
-    pub fn note(&mut self, placed: Placed, names: &[u64]) {
+    pub fn note(&mut self, placed: Placed, names: &[BlockName]) {
         self.prefixes.note(names, placed);
     }
 
@@ -277,6 +283,15 @@ impl Fleet {
         let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining;
         let layouts: BTreeSet<u64> = self.view.members.iter().filter(serves).map(|m| m.layout).collect();
         layouts.into_iter().reduce(|all, layout| hash_bytes(all, &layout.to_le_bytes())).unwrap_or(0)
+    }
+
+    /// Tokens of a block of the decode workers that take requests: names of a prompt's blocks are the workers' own only at this size. Where
+    /// several are in use, that of the longest there; [`USUAL_BLOCK`] where there are none.
+    pub fn block_size(&self) -> u32 {
+        let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining && m.block_size > 0;
+        let joined = |m: &&Member| self.workers.get(&m.id).map_or(u64::MAX, |worker| worker.joined);
+        let first = self.view.members.iter().filter(serves).min_by_key(joined);
+        first.map_or(USUAL_BLOCK, |member| member.block_size)
     }
 
     /// The model whose requests are placed.

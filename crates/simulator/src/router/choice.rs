@@ -48,10 +48,11 @@ impl World {
         if let Some(leaves) = client.leaves {
             self.events.plan(now + leaves, Event::Leave { request });
         }
-        let salt = client.salt.to_string();
+        let (salt, block_size) = (client.salt.to_string(), self.geometry.layout.block_size);
         let new = NewRequest {
             prompt: client.prompt.clone().into(),
-            names: Prefixes::names(&salt, &client.prompt).into(),
+            names: Prefixes::names(&salt, block_size, &[], &client.prompt).into(),
+            block_size,
             cache_salt: salt,
             scored: client.params.prompt_logprobs.is_some(),
             limits: RequestLimits {
@@ -165,7 +166,7 @@ impl World {
         match effect {
             Effect::Place(ask) => {
                 let now = self.clock_now(Process::Router(place));
-                let placed = self.routers[place].fleet.place(&ask, now);
+                let placed = self.routers[place].place_held(&ask, request, now);
                 self.note(|| format!("router {place} places request {request}: {placed:?}"));
                 if let Err(failure) = &placed
                     && failure.message.contains("no decode worker")

@@ -133,6 +133,22 @@ impl Cluster {
     /// Starts and registers a worker; `change` edits its registration.
     pub async fn add(&mut self, role: Role, change: impl FnOnce(&mut Member)) -> Arc<FakeWorker> {
         let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
+        self.register(worker, role, change).await
+    }
+
+    /// Starts a worker, scripts it, and registers it.
+    pub async fn add_with(&mut self, role: Role, script: impl FnOnce(&FakeWorker)) -> Arc<FakeWorker> {
+        let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
+        script(&worker);
+        self.register(worker, role, |_| {}).await
+    }
+
+    async fn register(
+        &mut self,
+        worker: Arc<FakeWorker>,
+        role: Role,
+        change: impl FnOnce(&mut Member),
+    ) -> Arc<FakeWorker> {
         let mut member = Member {
             id: WorkerId(self.workers.len() as u64 + 1),
             role,

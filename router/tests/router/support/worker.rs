@@ -10,15 +10,17 @@ use std::time::Duration;
 use baton_cluster::Role;
 use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
+use baton_proto::v1::worker_event::Event as WorkerEvent;
 use baton_proto::{OnlyFor, v1};
 use baton_types::WorkerId;
-use futures::Stream;
+use futures::{Stream, StreamExt};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::{Interceptor, InterceptorLayer};
+use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
 use super::{CALLS, END};
@@ -139,6 +141,10 @@ struct Shared {
     world: Arc<World>,
     decode: Mutex<VecDeque<Decode>>,
     prefill: Mutex<VecDeque<Prefill>>,
+    /// What it says of its cache to who follows it, one list for each time.
+    cache: Mutex<VecDeque<Vec<v1::CacheEvent>>>,
+    /// How often it was followed.
+    followed: watch::Sender<usize>,
     /// The sequences of all requests it got.
     asked: watch::Sender<Vec<v1::Sequence>>,
     /// Number of requests that the router dropped before their end.
@@ -170,6 +176,8 @@ impl FakeWorker {
             world,
             decode: Mutex::default(),
             prefill: Mutex::default(),
+            cache: Mutex::default(),
+            followed: watch::Sender::new(0),
             asked: watch::Sender::default(),
             dropped: watch::Sender::new(0),
             door: door.clone(),
@@ -183,20 +191,14 @@ impl FakeWorker {
             assert!(call.metadata().contains_key("baton-worker"), "each call names its worker");
             OnlyFor(WorkerId(own.id.load(Ordering::Relaxed))).call(call)
         });
-        let server = tonic::transport::Server::builder().layer(only);
-        let incoming = TcpListenerStream::new(inner);
+        let own = v1::worker_server::WorkerServer::new(Service(Arc::clone(&shared)));
+        let server = tonic::transport::Server::builder().layer(only).add_service(own);
+        let incoming = TcpIncoming::from(inner).with_nodelay(Some(true));
         let server = match role {
-            Role::Prefill => {
-                let service = v1::prefill_server::PrefillServer::new(service);
-                let mut server = server;
-                tokio::spawn(async move { server.add_service(service).serve_with_incoming(incoming).await.unwrap() })
-            }
-            _ => {
-                let service = v1::decode_server::DecodeServer::new(service);
-                let mut server = server;
-                tokio::spawn(async move { server.add_service(service).serve_with_incoming(incoming).await.unwrap() })
-            }
+            Role::Prefill => server.add_service(v1::prefill_server::PrefillServer::new(service)),
+            _ => server.add_service(v1::decode_server::DecodeServer::new(service)),
         };
+        let server = tokio::spawn(async move { server.serve_with_incoming(incoming).await.unwrap() });
         let outer = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = outer.local_addr().unwrap();
         let watch = door.clone();
@@ -232,6 +234,16 @@ impl FakeWorker {
     pub fn prefill_will(&self, plan: impl IntoIterator<Item = Prefill>) -> &Self {
         self.shared.prefill.lock().unwrap().extend(plan);
         self
+    }
+
+    /// Scripts what it says of its cache to who follows it, one list for each time. Without one it refuses.
+    pub fn cache_will_be(&self, lists: impl IntoIterator<Item = Vec<v1::CacheEvent>>) {
+        self.shared.cache.lock().unwrap().extend(lists);
+    }
+
+    /// Completes when it was followed this often.
+    pub async fn was_followed(&self, times: usize) {
+        self.shared.followed.subscribe().wait_for(|followed| *followed >= times).await.unwrap();
     }
 
     /// The sequences of all requests it got.
@@ -297,6 +309,26 @@ impl v1::decode_server::Decode for Service {
         let run = DecodeRun { shared: Arc::clone(&self.0), sequence, plan, out };
         tokio::spawn(run.go(request.compute_here));
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+}
+
+#[tonic::async_trait]
+impl v1::worker_server::Worker for Service {
+    type FollowStream = Events<v1::WorkerEvent>;
+
+    async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {
+        Err(Status::unimplemented("a made-up worker"))
+    }
+
+    async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
+        self.0.followed.send_modify(|times| *times += 1);
+        let script = self.0.cache.lock().unwrap().pop_front();
+        let script = script.ok_or_else(|| Status::unimplemented("a worker of an earlier version"))?;
+        // What only later versions know has to be skipped.
+        let later = v1::WorkerEvent { event: None };
+        let events = script.into_iter().map(|event| v1::WorkerEvent { event: Some(WorkerEvent::Cache(event)) });
+        let events: Vec<_> = std::iter::once(later).chain(events).map(Ok).collect();
+        Ok(Response::new(Box::pin(futures::stream::iter(events).chain(futures::stream::pending()))))
     }
 }
 

@@ -136,7 +136,8 @@ fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
         panic!("{effects:?}")
     };
     assert_eq!(*placed, Placed { decode: D1, prefill: None });
-    assert_eq!(*names, crate::Prefixes::names("", &[1, 2, 10]));
+    assert_eq!(*names, crate::Prefixes::names("", 2, &[], &[1, 2, 10]));
+    assert_eq!(names.len(), 1, "a block of two tokens");
     assert_eq!(Scene::new().step(ChoiceInput::ClientGone).len(), 1, "nobody has anything yet");
 }
 

@@ -91,6 +91,7 @@ impl Scene {
         let new = NewRequest {
             prompt: prompt.into(),
             names: Vec::new().into(),
+            block_size: 2,
             cache_salt: String::new(),
             scored,
             limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },

@@ -1,0 +1,134 @@
+//! What a worker tells others of its prefix cache: the names of blocks that entered and left it.
+//!
+//! [`crate::KvPools`] notes each change. A [`CacheFeed`] turns them into numbered [`CacheChange`]s, each with the net effect of all changes since the
+//! one before. It knows what it has told, so that whoever comes later, or has missed something, can be told everything.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::BlockName;
+
+/// How many blocks somebody holds, and the wrapping sum of their short names. Two sides that agree on it hold the same, but for a chance of
+/// 2⁻⁶⁴.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Tally {
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Wrapping sum of their names ([`BlockName::short`]).
+    pub sum: u64,
+}
+
+impl Tally {
+    /// Adds a block.
+    pub fn add(&mut self, name: u64) {
+        self.blocks += 1;
+        self.sum = self.sum.wrapping_add(name);
+    }
+
+    /// Takes a block away.
+    pub fn remove(&mut self, name: u64) {
+        self.blocks = self.blocks.saturating_sub(1);
+        self.sum = self.sum.wrapping_sub(name);
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Tally) -> Tally {
+        Tally { blocks: self.blocks + other.blocks, sum: self.sum.wrapping_add(other.sum) }
+    }
+}
+
+/// A block entered or left the prefix cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cached {
+    /// It entered.
+    Stored(BlockName),
+    /// It left.
+    Removed(BlockName),
+}
+
+/// What changed in a prefix cache since the change before.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct CacheChange {
+    /// Blocks that entered it.
+    pub stored: Vec<BlockName>,
+    /// Blocks that left it.
+    pub removed: Vec<BlockName>,
+    /// What it holds after this.
+    pub tally: Tally,
+}
+
+impl CacheChange {
+    /// Whether nothing changed.
+    pub fn is_empty(&self) -> bool {
+        self.stored.is_empty() && self.removed.is_empty()
+    }
+}
+
+/// What was told of a prefix cache, and what is still to be told. Has at most one entry for each block in the cache, now or when it was told last
+/// (I5).
+#[derive(Clone, Debug, Default)]
+pub struct CacheFeed {
+    told: BTreeSet<BlockName>,
+    tally: Tally,
+    /// Blocks that changed since, and whether they are in the cache now.
+    changed: BTreeMap<BlockName, bool>,
+}
+
+impl CacheFeed {
+    /// Takes in a change.
+    pub fn note(&mut self, change: Cached) {
+        match change {
+            Cached::Stored(name) => self.changed.insert(name, true),
+            Cached::Removed(name) => self.changed.insert(name, false),
+        };
+    }
+
+    /// What changed since the last call.
+    pub fn take(&mut self) -> CacheChange {
+        let mut change = CacheChange::default();
+        for (name, there) in std::mem::take(&mut self.changed) {
+            if there && self.told.insert(name) {
+                self.tally.add(name.short());
+                change.stored.push(name);
+            } else if !there && self.told.remove(&name) {
+                self.tally.remove(name.short());
+                change.removed.push(name);
+            }
+        }
+        CacheChange { tally: self.tally, ..change }
+    }
+
+    /// All blocks that were told, and not taken back.
+    pub fn told(&self) -> impl Iterator<Item = BlockName> {
+        self.told.iter().copied()
+    }
+
+    /// The tally of what was told.
+    pub fn tally(&self) -> Tally {
+        self.tally
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_differs_from_what_was_told_is_told() {
+        let (a, b, c) = (BlockName(1), BlockName(2), BlockName(3));
+        let mut feed = CacheFeed::default();
+        for change in [Cached::Stored(a), Cached::Stored(b), Cached::Removed(b), Cached::Stored(c)] {
+            feed.note(change);
+        }
+        let change = feed.take();
+        assert_eq!((&change.stored[..], change.removed.len()), (&[a, c][..], 0), "b came and went");
+        for change in [Cached::Removed(a), Cached::Stored(a), Cached::Removed(c)] {
+            feed.note(change);
+        }
+        let change = feed.take();
+        assert_eq!((change.stored.len(), &change.removed[..]), (0, &[c][..]), "a left and came back");
+        assert_eq!(change.tally, Tally { blocks: 1, sum: 1 });
+        assert!(feed.take().is_empty());
+        assert_eq!((feed.told().collect::<Vec<_>>(), feed.tally()), (vec![a], change.tally));
+    }
+}

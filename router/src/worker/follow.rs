@@ -1,0 +1,86 @@
+//! Follows what a worker says of its prefix cache.
+
+use std::sync::Weak;
+use std::time::Duration;
+
+use baton_policy::{Followed, KvChange, Tally};
+use baton_proto::v1::worker_client::WorkerClient;
+use baton_proto::v1::{self, worker_event::Event};
+use baton_types::WorkerId;
+use tokio::sync::oneshot;
+use tokio::time::sleep;
+use tonic::Code;
+
+use super::Workers;
+use super::link::WorkerChannel;
+
+/// Time until a worker is asked again, the first time and at most.
+const FIRST_WAIT: Duration = Duration::from_millis(100);
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// Follows a worker until it has `left`, and then forgets what it held.
+pub(super) async fn until_left(
+    workers: Weak<Workers>,
+    worker: WorkerId,
+    channel: WorkerChannel,
+    mut left: oneshot::Receiver<()>,
+) {
+    tokio::select! {
+        _ = &mut left => {}
+        () = follow(&workers, worker, channel) => drop(left.await),
+    }
+    if let Some(workers) = workers.upgrade() {
+        // Looks at the whole index.
+        tokio::task::spawn_blocking(move || workers.held.leave(worker));
+    }
+}
+
+/// Follows a worker until the router has ended, or the worker says that it tells nothing.
+async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChannel) {
+    let mut wait = FIRST_WAIT;
+    loop {
+        let mut client = WorkerClient::new(channel.clone());
+        match client.follow(v1::FollowRequest {}).await {
+            Ok(events) => {
+                wait = FIRST_WAIT;
+                if read(workers, worker, events.into_inner()).await.is_none() {
+                    return;
+                }
+            }
+            // A worker of an earlier version.
+            Err(status) if status.code() == Code::Unimplemented => return,
+            // Requests notice whether it is lost.
+            Err(_) => {}
+        }
+        sleep(wait).await;
+        wait = (wait * 2).min(LONGEST_WAIT);
+    }
+}
+
+/// Reads events until the stream ends, or is to be opened again. `None`: the router has ended.
+async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Streaming<v1::WorkerEvent>) -> Option<()> {
+    while let Ok(Some(v1::WorkerEvent { event })) = events.message().await {
+        let Some(Event::Cache(event)) = event else { continue };
+        match workers.upgrade()?.held.follow(worker, change(event)) {
+            Followed::Yes => {}
+            Followed::Gap => break,
+            Followed::Differs => {
+                tracing::warn!(%worker, "what is known of its prefix cache is wrong; it is read again");
+                break;
+            }
+        }
+    }
+    Some(())
+}
+
+fn change(event: v1::CacheEvent) -> KvChange {
+    let v1::CacheEvent { number, afresh, stored, removed, tally } = event;
+    let tally = tally.map(|v1::CacheTally { blocks, sum }| Tally { blocks, sum });
+    KvChange { number, afresh, stored: short_names(&stored), removed: short_names(&removed), tally }
+}
+
+/// The first half of each name ([`baton_policy::BlockName::short`]).
+fn short_names(names: &[u8]) -> Vec<u64> {
+    let (names, _) = names.as_chunks::<16>();
+    names.iter().map(|name| u128::from_le_bytes(*name) as u64).collect()
+}

@@ -1,0 +1,212 @@
+//! What each worker holds, for placements and for those who follow the workers.
+//!
+//! There are two copies of the [`KvIndex`]. Placements read one, changes go to the other, and now and then they trade places (left-right:
+//! Ramalhete and Correia, "A concurrency control algorithm with wait-free population oblivious reads", 2015). So no placement waits for a
+//! change, and no change for a placement longer than one lookup takes.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use baton_policy::{BlockName, Followed, Holder, KvChange, KvIndex};
+use baton_runtime::metrics as names;
+use baton_types::WorkerId;
+use metrics::gauge;
+
+/// Most blocks in the index (I5): half a gigabyte for both copies at most, and 160 million tokens.
+pub(super) const BLOCKS: usize = 10_000_000;
+/// Most holders that a placement looks at.
+const HOLDERS: usize = 64;
+/// Changes that the copy of the placements may lack, in names of blocks.
+const LACKING: usize = 1 << 16;
+
+/// What happens to the index.
+enum Change {
+    Cache(WorkerId, Arc<KvChange>),
+    Left(WorkerId),
+    Mentioned(Arc<[BlockName]>),
+}
+
+/// The index of what each worker holds.
+pub(super) struct HeldBlocks {
+    read: RwLock<Arc<KvIndex>>,
+    write: Mutex<Writing>,
+    /// The copy for changes is ahead of the other.
+    ahead: AtomicBool,
+}
+
+struct Writing {
+    index: Arc<KvIndex>,
+    /// Changes that `index` lacks, since the copies traded places.
+    missed: Vec<Change>,
+    /// Changes that the other copy lacks.
+    ahead: Vec<Change>,
+    /// Their size in names.
+    names: usize,
+}
+
+impl HeldBlocks {
+    /// Room for this many blocks.
+    pub fn new(most: usize) -> HeldBlocks {
+        let index = || Arc::new(KvIndex::new(most));
+        let write = Writing { index: index(), missed: Vec::new(), ahead: Vec::new(), names: 0 };
+        HeldBlocks { read: RwLock::new(index()), write: Mutex::new(write), ahead: AtomicBool::new(false) }
+    }
+}
+
+impl HeldBlocks {
+    /// The workers that hold most of a prompt with these blocks, the one with most first. `turn`: see [`KvIndex::find`].
+    pub fn find(&self, names: &Arc<[BlockName]>, turn: usize) -> Vec<Holder> {
+        if self.ahead.load(Ordering::Relaxed)
+            && let Ok(mut writing) = self.write.try_lock()
+        {
+            self.trade(&mut writing);
+        }
+        let index = Arc::clone(&self.read.read().unwrap_or_else(PoisonError::into_inner));
+        let (found, fills) = (index.find(names, HOLDERS, turn), index.fills());
+        drop(index);
+        if fills
+            && !found.is_empty()
+            && let Ok(mut writing) = self.write.try_lock()
+        {
+            self.change(&mut writing, Change::Mentioned(Arc::clone(names)));
+        }
+        found
+    }
+
+    /// Takes in what changed at a worker.
+    pub fn follow(&self, worker: WorkerId, change: KvChange) -> Followed {
+        let mut writing = self.write.lock().unwrap_or_else(PoisonError::into_inner);
+        self.change(&mut writing, Change::Cache(worker, Arc::new(change)))
+    }
+
+    /// Forgets a worker that has left.
+    pub fn leave(&self, worker: WorkerId) {
+        let mut writing = self.write.lock().unwrap_or_else(PoisonError::into_inner);
+        self.change(&mut writing, Change::Left(worker));
+    }
+
+    fn change(&self, writing: &mut Writing, change: Change) -> Followed {
+        if writing.names > LACKING {
+            self.trade(writing);
+        }
+        let Writing { index, missed, ahead, names: size } = writing;
+        // A placement may still be reading what it took before the copies traded places.
+        let index = loop {
+            match Arc::get_mut(index) {
+                Some(index) => break index,
+                None => std::thread::yield_now(),
+            }
+        };
+        for change in missed.drain(..) {
+            // It was answered when it came.
+            let _ = apply(index, &change);
+        }
+        let before = index.blocks();
+        let followed = apply(index, &change);
+        // Of each model's index.
+        gauge!(names::KV_INDEX_BLOCKS).increment(index.blocks() as f64 - before as f64);
+        *size += change.names();
+        ahead.push(change);
+        self.ahead.store(true, Ordering::Relaxed);
+        followed
+    }
+
+    fn trade(&self, writing: &mut Writing) {
+        std::mem::swap(&mut writing.index, &mut self.read.write().unwrap_or_else(PoisonError::into_inner));
+        writing.missed.append(&mut writing.ahead);
+        writing.names = 0;
+        self.ahead.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Change {
+    fn names(&self) -> usize {
+        match self {
+            Change::Cache(_, change) => change.stored.len() + change.removed.len() + 1,
+            Change::Left(_) => 1,
+            Change::Mentioned(names) => names.len(),
+        }
+    }
+}
+
+fn apply(index: &mut KvIndex, change: &Change) -> Followed {
+    match change {
+        Change::Cache(worker, change) => return index.follow(*worker, change),
+        Change::Left(worker) => index.leave(*worker),
+        Change::Mentioned(names) => index.mention(names),
+    }
+    Followed::Yes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(count: u64) -> Vec<BlockName> {
+        (1..=count).map(|name| BlockName(name.into())).collect()
+    }
+
+    fn change(number: u64, stored: std::ops::Range<u64>) -> KvChange {
+        KvChange { number, afresh: number == 1, stored: stored.collect(), ..KvChange::default() }
+    }
+
+    #[test]
+    fn both_copies_take_in_each_change_once() {
+        let (held, worker) = (HeldBlocks::new(BLOCKS), WorkerId(7));
+        for number in 1..20 {
+            let told = KvChange { tally: None, ..change(number, number..number + 1) };
+            assert_eq!(held.follow(worker, told), Followed::Yes, "a copy that missed one would see a gap");
+            let found = held.find(&names(50).into(), number as usize);
+            assert_eq!(found, [Holder { worker, blocks: number as u32 }]);
+        }
+        assert_eq!(held.follow(worker, change(21, 0..0)), Followed::Gap);
+        held.leave(worker);
+        let prompt = names(50).into();
+        assert_eq!((held.find(&prompt, 0), held.find(&prompt, 0)), (vec![], vec![]));
+    }
+
+    /// I5: without placements the copies still trade places.
+    #[test]
+    fn changes_that_nobody_reads_do_not_pile_up() {
+        let held = HeldBlocks::new(BLOCKS);
+        for number in 1..100 {
+            held.follow(WorkerId(1), change(number, 5000 * number..5000 * number + 4096));
+            assert!(held.write.lock().unwrap().names <= LACKING + 4097);
+        }
+        assert!(held.write.lock().unwrap().ahead.len() < 20);
+    }
+
+    #[test]
+    fn what_prompts_begin_with_stays_when_the_index_is_full() {
+        let (held, prompt) = (HeldBlocks::new(100), names(20).into());
+        held.follow(WorkerId(1), change(1, 1..21));
+        for number in 2..40 {
+            held.find(&prompt, 0);
+            held.follow(WorkerId(1), change(number, 1000 * number..1000 * number + 10));
+        }
+        assert_eq!(held.find(&prompt, 0), [Holder { worker: WorkerId(1), blocks: 20 }]);
+    }
+
+    #[test]
+    fn placements_and_changes_go_on_beside_each_other() {
+        let held = HeldBlocks::new(BLOCKS);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 1..2000 {
+                    assert_eq!(held.follow(WorkerId(1), change(number, number..number + 1)), Followed::Yes);
+                }
+            });
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let (names, mut most) = (names(2000).into(), 0);
+                    for turn in 0..2000 {
+                        let blocks = held.find(&names, turn).first().map_or(0, |holder| holder.blocks);
+                        assert!(blocks >= most, "a placement never sees less than an earlier one");
+                        most = blocks;
+                    }
+                });
+            }
+        });
+        assert_eq!(held.find(&names(2000).into(), 0)[0].blocks, 1999);
+    }
+}

@@ -1,0 +1,93 @@
+//! Workers tell what they hold, and prompts go to those that hold most of them.
+
+use std::time::Duration;
+
+use crate::support::{Cluster, bytes, config};
+use baton_cluster::Role;
+use baton_policy::BlockName;
+use baton_proto::v1::{CacheEvent, CacheTally};
+use serde_json::json;
+
+const ANSWER: &str = "yes";
+
+/// Two prompts of four blocks.
+const ONE: &str = "What was asked before is not computed again, is it not, my dear?";
+const OTHER: &str = "Whoever asks something else gets another answer, would you agree?";
+
+fn names(prompt: &str) -> Vec<BlockName> {
+    BlockName::root("", 16).chain(&bytes(prompt), 16).collect()
+}
+
+fn stored(number: u64, names: &[BlockName]) -> CacheEvent {
+    let stored = names.iter().flat_map(|name| name.0.to_le_bytes()).collect();
+    CacheEvent { number, afresh: number == 1, stored, ..CacheEvent::default() }
+}
+
+/// With this tally after it.
+fn and_holds(event: CacheEvent, names: &[BlockName]) -> CacheEvent {
+    let sum = names.iter().fold(0u64, |sum, name| sum.wrapping_add(name.short()));
+    CacheEvent { tally: Some(CacheTally { blocks: names.len() as u64, sum }), ..event }
+}
+
+/// A router, and three decode workers of which the last says this of its cache.
+async fn three(script: impl IntoIterator<Item = Vec<CacheEvent>>) -> Cluster {
+    let mut cluster = Cluster::with(config(), 0, 2, &[ANSWER]).await;
+    cluster.add_with(Role::Decode, |worker| worker.cache_will_be(script)).await;
+    cluster.seen(3).await;
+    cluster
+}
+
+/// Asks until three times in a row the last worker got the prompt, which by turns alone it does not.
+async fn goes_to_the_last(cluster: &Cluster, prompt: &str) {
+    let mut in_a_row = 0;
+    let asking = async {
+        while in_a_row < 3 {
+            let before = cluster.worker(2).asked().len();
+            cluster.complete(json!({"prompt": prompt})).await;
+            in_a_row = if cluster.worker(2).asked().len() > before { in_a_row + 1 } else { 0 };
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), asking).await.expect("the prompt goes to the worker that holds it");
+}
+
+#[tokio::test]
+async fn a_prompt_goes_to_the_worker_that_says_it_holds_most_of_it() {
+    let all = names(ONE);
+    let cluster = three([vec![stored(1, &all[..1]), and_holds(stored(2, &all[1..]), &all)]]).await;
+    goes_to_the_last(&cluster, ONE).await;
+    // In turn: it holds nothing of this one.
+    let before = cluster.worker(2).asked().len();
+    for salt in ["a", "b", "c", "d", "e", "f"] {
+        cluster.complete(json!({"prompt": ONE, "cache_salt": salt})).await;
+    }
+    assert_eq!(cluster.worker(2).asked().len() - before, 2, "another salt is another prompt");
+    cluster.stop().await;
+}
+
+/// What is missing, and what is wrong, is read again.
+#[tokio::test]
+async fn a_worker_is_followed_anew_after_a_gap_and_after_a_wrong_tally() {
+    let (one, other) = (names(ONE), names(OTHER));
+    let gap = vec![stored(1, &one), stored(3, &other)];
+    let wrong = vec![and_holds(stored(1, &one), &other)];
+    let right = vec![and_holds(stored(1, &other), &other)];
+    let cluster = three([gap, wrong, right]).await;
+    cluster.worker(2).was_followed(3).await;
+    goes_to_the_last(&cluster, OTHER).await;
+    cluster.stop().await;
+}
+
+/// I7: the connection to a worker breaks and comes back.
+#[tokio::test]
+async fn a_worker_is_followed_anew_when_it_is_back() {
+    let one = names(ONE);
+    let list = || vec![and_holds(stored(1, &one), &one)];
+    let cluster = three([list(), list()]).await;
+    goes_to_the_last(&cluster, ONE).await;
+    cluster.worker(2).cut();
+    cluster.complete(json!({"prompt": ONE})).await;
+    cluster.worker(2).mend();
+    cluster.worker(2).was_followed(2).await;
+    goes_to_the_last(&cluster, ONE).await;
+    cluster.stop().await;
+}
