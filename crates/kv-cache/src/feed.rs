@@ -3,7 +3,7 @@
 //! [`crate::KvPools`] notes each change. A [`CacheFeed`] turns them into numbered [`CacheChange`]s, each with the net effect of all changes since the
 //! one before. It knows what it has told, so that whoever comes later, or has missed something, can be told everything.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use crate::BlockName;
 
@@ -64,43 +64,58 @@ impl CacheChange {
     }
 }
 
-/// What was told of a prefix cache, and what is still to be told. Has at most one entry for each block in the cache, now or when it was told last
-/// (I5).
+/// What was told of a prefix cache, and what is still to be told: an entry for each block that is in the cache, or came or went since it was told
+/// last (I5). Blocks are told in the order in which they came, each after the one before it in its prompt.
 #[derive(Clone, Debug, Default)]
 pub struct CacheFeed {
-    told: BTreeSet<BlockName>,
+    /// With the number of each, in the order of coming.
+    told: BTreeMap<BlockName, u64>,
+    next: u64,
     tally: Tally,
     /// Blocks that changed since, and whether they are in the cache now.
     changed: BTreeMap<BlockName, bool>,
+    /// The same in the order of their changes. A block may be in it several times.
+    order: Vec<BlockName>,
 }
 
 impl CacheFeed {
     /// Takes in a change.
     pub fn note(&mut self, change: Cached) {
-        match change {
-            Cached::Stored(name) => self.changed.insert(name, true),
-            Cached::Removed(name) => self.changed.insert(name, false),
+        let (name, there) = match change {
+            Cached::Stored(name) => (name, true),
+            Cached::Removed(name) => (name, false),
         };
+        self.changed.insert(name, there);
+        self.order.push(name);
     }
 
     /// What changed since the last call.
     pub fn take(&mut self) -> CacheChange {
         let mut change = CacheChange::default();
-        for (name, there) in std::mem::take(&mut self.changed) {
-            if there && self.told.insert(name) {
-                self.tally.add(name.short());
-                change.stored.push(name);
-            } else if !there && self.told.remove(&name) {
-                self.tally.remove(name.short());
-                change.removed.push(name);
+        for name in std::mem::take(&mut self.order) {
+            match (self.changed.remove(&name), self.told.contains_key(&name)) {
+                (Some(true), false) => {
+                    self.told.insert(name, self.next);
+                    self.next += 1;
+                    self.tally.add(name.short());
+                    change.stored.push(name);
+                }
+                (Some(false), true) => {
+                    self.told.remove(&name);
+                    self.tally.remove(name.short());
+                    change.removed.push(name);
+                }
+                _ => {}
             }
         }
         CacheChange { tally: self.tally, ..change }
     }
 
-    /// All blocks that were told, and not taken back.
-    pub fn told(&self) -> impl Iterator<Item = BlockName> {
-        self.told.iter().copied()
+    /// All blocks that were told and not taken back, in the order of coming.
+    pub fn told(&self) -> Vec<BlockName> {
+        let mut told: Vec<(u64, BlockName)> = self.told.iter().map(|(name, number)| (*number, *name)).collect();
+        told.sort_unstable();
+        told.into_iter().map(|(_, name)| name).collect()
     }
 
     /// The tally of what was told.
@@ -115,7 +130,7 @@ mod tests {
 
     #[test]
     fn only_what_differs_from_what_was_told_is_told() {
-        let (a, b, c) = (BlockName(1), BlockName(2), BlockName(3));
+        let (a, b, c) = (BlockName(3), BlockName(2), BlockName(1));
         let mut feed = CacheFeed::default();
         for change in [Cached::Stored(a), Cached::Stored(b), Cached::Removed(b), Cached::Stored(c)] {
             feed.note(change);
@@ -127,8 +142,8 @@ mod tests {
         }
         let change = feed.take();
         assert_eq!((change.stored.len(), &change.removed[..]), (0, &[c][..]), "a left and came back");
-        assert_eq!(change.tally, Tally { blocks: 1, sum: 1 });
+        assert_eq!(change.tally, Tally { blocks: 1, sum: 3 });
         assert!(feed.take().is_empty());
-        assert_eq!((feed.told().collect::<Vec<_>>(), feed.tally()), (vec![a], change.tally));
+        assert_eq!((feed.told(), feed.tally()), (vec![a], change.tally));
     }
 }

@@ -221,7 +221,7 @@ impl World {
         self.pools.check().unwrap();
         self.pools.take_changes().for_each(|change| self.feed.note(change));
         self.feed.take();
-        let told: BTreeSet<BlockName> = self.feed.told().collect();
+        let told: BTreeSet<BlockName> = self.feed.told().into_iter().collect();
         assert_eq!(told, self.pools.block_names().collect(), "others are told what there is");
         self.live.iter().for_each(|live| self.verify(live));
         let counts = self.pools.counts();
@@ -262,7 +262,7 @@ proptest! {
                 let found = world.pools.lookup(&prefix, &operation.2).tokens() as usize;
                 prop_assert_eq!(found, world.oracle(&prefix, &operation.2));
                 let names: Vec<BlockName> = root(seed).chain(&operation.2, block_size).collect();
-                let told: BTreeSet<BlockName> = world.feed.told().collect();
+                let told: BTreeSet<BlockName> = world.feed.told().into_iter().collect();
                 let held = names.iter().take_while(|name| told.contains(name)).count();
                 // A lookup leaves the last token out.
                 prop_assert_eq!(held.min((operation.2.len() - 1) / block_size as usize), found / block_size as usize);

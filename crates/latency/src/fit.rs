@@ -19,6 +19,8 @@ const PROXIMITY: f64 = 1e-3;
 const HUBER: f64 = 3.0;
 /// The typical relative error is never taken for less: timers and schedulers have noise of their own.
 const LEAST_ERROR: f64 = 0.01;
+/// Errors are never relative to less than this share of the mean measurement.
+const LEAST_SCALE: f64 = 0.25;
 /// How fast the typical error follows.
 const FOLLOW: f64 = 0.05;
 
@@ -33,13 +35,23 @@ pub(crate) struct Fit<const N: usize> {
     scale: [f64; N],
     coefficients: [f64; N],
     seen: u64,
+    /// Mean of the measurements so far.
+    mean: f64,
     /// Moving median of the relative error of predictions.
     error: f64,
 }
 
 impl<const N: usize> Default for Fit<N> {
     fn default() -> Self {
-        Fit { products: [[0.0; N]; N], sums: [0.0; N], scale: [0.0; N], coefficients: [0.0; N], seen: 0, error: 0.1 }
+        Fit {
+            products: [[0.0; N]; N],
+            sums: [0.0; N],
+            scale: [0.0; N],
+            coefficients: [0.0; N],
+            seen: 0,
+            mean: 0.0,
+            error: 0.1,
+        }
     }
 }
 
@@ -59,6 +71,7 @@ impl<const N: usize> Fit<N> {
             }
         }
         self.seen += 1;
+        self.mean += (measured - self.mean) / self.seen as f64;
         self.solve();
     }
 
@@ -74,11 +87,13 @@ impl<const N: usize> Fit<N> {
 
     /// The weight of a measurement by how far it is from its prediction, and what errors of it are relative to. Also follows the typical error.
     fn weigh(&mut self, features: &[f64; N], measured: f64) -> (f64, f64) {
+        // What is far too short would outweigh all others.
+        let least = self.mean * LEAST_SCALE;
         if self.seen < ENOUGH {
-            return (1.0, measured);
+            return (1.0, measured.max(least));
         }
         let predicted: f64 = features.iter().zip(self.coefficients).map(|(feature, c)| feature * c).sum();
-        let scale = measured.max(predicted);
+        let scale = measured.max(predicted).max(least);
         let error = (measured - predicted).abs() / scale;
         let typical = self.error.max(LEAST_ERROR);
         // A step towards the measurement by a share of the value, whichever its distance: this finds the median.
@@ -193,6 +208,14 @@ mod tests {
         let [base, token, pair] = fit.coefficients().unwrap();
         let predicted = base + 8.0 * token + 100.0 * pair;
         assert!((predicted / 0.01 - 1.0).abs() < 1e-2, "one measurement predicts its like: {predicted}");
+    }
+
+    #[test]
+    fn a_tiny_measurement_at_the_beginning_does_not_stay_for_long() {
+        let (mut fit, mut state) = (fitted(2, TRUTH, 0.05), 9);
+        fit.add([1.0, 8.0, 100.0], 1e-6);
+        more(&mut fit, &mut state, 2000, TRUTH, 0.05);
+        near(&fit, TRUTH, 0.15);
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub use fair::Ticket;
 pub use gate::{Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{Candidate, Held, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
-pub use prefixes::Prefixes;
+pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
     Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, LegEnd, NewRequest,

@@ -7,6 +7,7 @@ use baton_membership::Role;
 use baton_types::{BatonError, ErrorKind, WorkerId};
 
 use crate::kv_index::Holder;
+use crate::prefixes::Sent;
 
 /// One worker, as placement sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,9 +41,8 @@ pub struct PlacementInput<'a> {
     pub apart: &'a [(WorkerId, WorkerId)],
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
     pub held: Held<'a>,
-    /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it. Preferred after
-    /// those that do.
-    pub near: Option<Placed>,
+    /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
+    pub sent: Option<Sent>,
 }
 
 /// Who holds how much of a prompt.
@@ -55,10 +55,15 @@ pub struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Workers that hold more than half of the prompt, the one with most first. Less is not worth deviating from placement in turn.
-    fn mostly(&self) -> impl Iterator<Item = WorkerId> {
+    /// Workers that hold more than half of the prompt, the one with most first, and `sent` in its place among them. Less is not worth
+    /// deviating from placement in turn.
+    fn mostly(&self, sent: Option<(WorkerId, u32)>) -> Vec<WorkerId> {
         let most = |holder: &&Holder| holder.blocks as usize * 2 > self.blocks;
-        self.by.iter().take_while(most).map(|holder| holder.worker)
+        let mut by: Vec<(WorkerId, u32)> = self.by.iter().take_while(most).map(|h| (h.worker, h.blocks)).collect();
+        if let Some(sent) = sent {
+            by.insert(by.partition_point(|(_, blocks)| *blocks >= sent.1), sent);
+        }
+        by.into_iter().map(|(worker, _)| worker).collect()
     }
 }
 
@@ -176,19 +181,22 @@ fn in_turn<'a>(choices: &[&'a Candidate<'a>], last: &mut Option<WorkerId>) -> Op
 /// costs only a share of its bandwidth.
 const ROOM: u32 = 8;
 
-/// The worker with this id, if it is one of `choices` and has room ([`ROOM`]).
-fn with_room<'a>(choices: &[&'a Candidate<'a>], id: WorkerId) -> Option<&'a Candidate<'a>> {
-    let least = choices.iter().map(|c| c.in_flight).min()?;
-    choices.iter().copied().find(|c| c.id == id && c.in_flight <= least.saturating_add(ROOM))
-}
-
-/// The worker that holds most of the prompt and has room; else `sent`, to which its beginning was sent, if that has room.
+/// The worker that has room ([`ROOM`]) and most of the prompt: it says that it holds it, or it is the one of `sent`.
 fn nearest<'a>(
     choices: &[&'a Candidate<'a>],
     request: &PlacementInput<'_>,
-    sent: Option<WorkerId>,
+    sent: impl Fn(Placed) -> Option<WorkerId>,
 ) -> Option<&'a Candidate<'a>> {
-    request.held.mostly().chain(sent).find_map(|id| with_room(choices, id))
+    let sent = request.sent.and_then(|beginning| Some((sent(beginning.to)?, beginning.blocks)));
+    let mut ranked: Vec<(WorkerId, usize)> = request.held.mostly(sent).into_iter().zip(0..).collect();
+    ranked.sort_unstable();
+    let least = choices.iter().map(|c| c.in_flight).min()?;
+    let with_room = choices.iter().copied().filter(|c| c.in_flight <= least.saturating_add(ROOM));
+    let rank = |c: &Candidate<'_>| {
+        let at = ranked.partition_point(|(id, _)| *id < c.id);
+        ranked.get(at).filter(|(id, _)| *id == c.id).map(|(_, rank)| *rank)
+    };
+    with_room.filter_map(|c| Some((rank(c)?, c))).min_by_key(|(rank, _)| *rank).map(|(_, c)| c)
 }
 
 type Narrow = for<'a> fn(Vec<&'a Candidate<'a>>) -> Vec<&'a Candidate<'a>>;
@@ -203,7 +211,7 @@ fn place_in_turn(
     let choices = eligible.decode()?;
     // A worker that the request has already, or that is preferred for its KV, does not use up a turn.
     let pinned = choices.first().copied().filter(|_| request.decode.is_some());
-    let decode = match pinned.or_else(|| nearest(&choices, request, request.near.map(|near| near.decode))) {
+    let decode = match pinned.or_else(|| nearest(&choices, request, |sent| Some(sent.decode))) {
         Some(decode) => decode,
         None => {
             let choices = narrow(choices);
@@ -211,8 +219,8 @@ fn place_in_turn(
         }
     };
     let choices = eligible.prefill(decode);
-    let prefill = nearest(&choices, request, request.near.and_then(|near| near.prefill))
-        .or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
+    let prefill =
+        nearest(&choices, request, |sent| sent.prefill).or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
     Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
 }
 
@@ -266,7 +274,7 @@ mod tests {
         split: true,
         decode: None,
         avoid: &[],
-        near: None,
+        sent: None,
         held: Held { blocks: 0, by: &[] },
         apart: &[],
     };
@@ -346,21 +354,21 @@ mod tests {
     fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
         for mut policy in all() {
             let mut view = view();
-            let near = Some(Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) });
+            let sent = Some(Sent { to: Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) }, blocks: 1 });
             for _ in 0..3 {
-                assert_eq!(ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()), (12, Some(2)));
+                assert_eq!(ids(policy.place(&view, &PlacementInput { sent, ..ASK }).unwrap()), (12, Some(2)));
             }
             assert_eq!(ids(policy.place(&view, &ASK).unwrap()), (11, Some(1)), "they took no turn");
             (view[1].in_flight, view[3].in_flight) = (ROOM, ROOM);
-            assert_eq!(ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()), (12, Some(2)));
+            assert_eq!(ids(policy.place(&view, &PlacementInput { sent, ..ASK }).unwrap()), (12, Some(2)));
             view[3].in_flight += 1;
-            let more = [(); 3].map(|()| ids(policy.place(&view, &PlacementInput { near, ..ASK }).unwrap()));
+            let more = [(); 3].map(|()| ids(policy.place(&view, &PlacementInput { sent, ..ASK }).unwrap()));
             assert!(
                 more.iter().any(|placed| placed.0 != 12) && more.iter().all(|placed| placed.1 == Some(2)),
                 "{more:?}"
             );
             let avoid = [WorkerId(2)];
-            let ask = PlacementInput { decode: Some(WorkerId(13)), avoid: &avoid, near, ..ASK };
+            let ask = PlacementInput { decode: Some(WorkerId(13)), avoid: &avoid, sent, ..ASK };
             assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(1)), "nearness is no must");
         }
     }
@@ -372,8 +380,9 @@ mod tests {
             let mut view = view();
             let holder = |id, blocks| Holder { worker: WorkerId(id), blocks };
             let by = [holder(13, 9), holder(2, 8), holder(12, 6), holder(11, 5)];
-            let near = Some(Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) });
-            let ask = PlacementInput { held: Held { blocks: 10, by: &by }, near, ..ASK };
+            let to = Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) };
+            let (held, sent) = (Held { blocks: 10, by: &by }, Some(Sent { to, blocks: 6 }));
+            let ask = PlacementInput { held, sent, ..ASK };
             assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(2)));
             view[4].in_flight = ROOM + 1;
             view[1].draining = true;
@@ -384,7 +393,15 @@ mod tests {
             );
             view[3].draining = true;
             assert_eq!(policy.place(&view, &ask).unwrap().decode.0, 11, "half is not enough, but it was sent there");
-            let ask = PlacementInput { near: None, ..ask };
+            let whole = Some(Sent { to, blocks: 10 });
+            view[4].in_flight = 0;
+            assert_eq!(
+                policy.place(&view, &PlacementInput { sent: whole, ..ask }).unwrap().decode.0,
+                11,
+                "it computes all of it"
+            );
+            view[4].in_flight = ROOM + 1;
+            let ask = PlacementInput { sent: None, ..ask };
             let placed = [(); 2].map(|()| policy.place(&view, &ask).unwrap().decode.0);
             assert!(placed.contains(&11), "in turn: {placed:?}");
         }

@@ -10,6 +10,15 @@ use baton_kv_cache::BlockName;
 
 use crate::Placed;
 
+/// Where the beginning of a prompt was sent last.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sent {
+    /// Where.
+    pub to: Placed,
+    /// Blocks of this beginning.
+    pub blocks: u32,
+}
+
 /// Names of prefixes, and where each was sent last. Bounded (I5): prefixes that were not sent again are forgotten first.
 #[derive(Clone, Debug)]
 pub struct Prefixes {
@@ -35,11 +44,14 @@ impl Prefixes {
         known.iter().copied().chain(last.chain(rest, block_size)).collect()
     }
 
-    /// Where the longest known prefix was sent. A prefix of half the tokens or less is not worth deviating from placement in
+    /// Where the longest known prefix was sent, and its blocks. A prefix of half the tokens or less is not worth deviating from placement in
     /// turn.
-    pub fn find(&self, names: &[BlockName]) -> Option<Placed> {
+    pub fn find(&self, names: &[BlockName]) -> Option<Sent> {
         let known = |name: &BlockName| self.young.get(name).or_else(|| self.old.get(name));
-        names[names.len() / 2..].iter().rev().find_map(known).copied()
+        let half = names.len() / 2;
+        let from_the_end = names.iter().enumerate().skip(half).rev();
+        let (at, to) = from_the_end.map(|(at, name)| (at, known(name))).find_map(|(at, to)| Some((at, *to?)))?;
+        Some(Sent { to, blocks: at as u32 + 1 })
     }
 
     /// Records that the prefixes with these names were sent to `placed`.
@@ -67,6 +79,10 @@ mod tests {
         (0..len).collect()
     }
 
+    fn found(prefixes: &Prefixes, names: &[BlockName]) -> Option<Placed> {
+        prefixes.find(names).map(|sent| sent.to)
+    }
+
     fn names(salt: &str, tokens: &[u32]) -> Vec<BlockName> {
         Prefixes::names(salt, 16, &[], tokens)
     }
@@ -75,7 +91,7 @@ mod tests {
     fn what_begins_alike_is_found_and_what_hardly_does_is_not() {
         let mut prefixes = Prefixes::new(100);
         prefixes.note(&names("", &tokens(70)), at(1));
-        let find = |salt: &str, tokens: &[u32]| prefixes.find(&names(salt, tokens));
+        let find = |salt: &str, tokens: &[u32]| prefixes.find(&names(salt, tokens)).map(|sent| sent.to);
         assert_eq!(find("", &tokens(70)), Some(at(1)));
         assert_eq!(find("", &tokens(127)), Some(at(1)), "four of seven");
         assert_eq!(find("", &tokens(128)), None, "half of it");
@@ -101,8 +117,8 @@ mod tests {
         let mut prefixes = Prefixes::new(100);
         prefixes.note(&names("", &tokens(64)), at(1));
         prefixes.note(&names("", &tokens(48)), at(2));
-        assert_eq!(prefixes.find(&names("", &tokens(48))), Some(at(2)));
-        assert_eq!(prefixes.find(&names("", &tokens(64))), Some(at(1)));
+        assert_eq!(found(&prefixes, &names("", &tokens(48))), Some(at(2)));
+        assert_eq!(found(&prefixes, &names("", &tokens(64))), Some(at(1)));
     }
 
     /// I5: names that are sent again stay, others are forgotten, and the maps never hold more than twice the bound.
@@ -114,9 +130,9 @@ mod tests {
             prefixes.note(&name(at_), at(at_));
             prefixes.note(&name(5000), at(5));
             assert!(prefixes.young.len() <= 10 && prefixes.old.len() <= 10);
-            assert_eq!(prefixes.find(&name(5000)), Some(at(5)));
-            assert_eq!(prefixes.find(&name(at_.saturating_sub(8))), Some(at(at_.saturating_sub(8))));
+            assert_eq!(found(&prefixes, &name(5000)), Some(at(5)));
+            assert_eq!(found(&prefixes, &name(at_.saturating_sub(8))), Some(at(at_.saturating_sub(8))));
         }
-        assert_eq!(prefixes.find(&name(0)), None);
+        assert_eq!(found(&prefixes, &name(0)), None);
     }
 }

@@ -25,6 +25,7 @@ mod first_token;
 mod launch;
 mod load;
 pub mod prefill;
+mod rate;
 mod scored;
 mod submit;
 #[cfg(test)]

@@ -15,6 +15,7 @@ use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
 use crate::load::{Load, Recent};
+use crate::rate::PrefillRate;
 use crate::submit::Desk;
 use crate::todo::Todo;
 
@@ -135,6 +136,7 @@ pub struct WorkerCore<R: RoleCore> {
     in_flight: VecDeque<StepInFlight>,
     /// When the latest step was collected.
     last_end: Option<Time>,
+    prefills: PrefillRate,
     /// What steps cost.
     steps: StepModel,
     recent: Recent,
@@ -157,6 +159,7 @@ impl<R: RoleCore> WorkerCore<R> {
             depth: if overlaps { 2 } else { 1 },
             in_flight: VecDeque::new(),
             last_end: None,
+            prefills: PrefillRate::default(),
             steps: StepModel::default(),
             recent: Recent::default(),
             lost: None,
@@ -253,9 +256,9 @@ impl<R: RoleCore> WorkerCore<R> {
 
     /// What it has to do now.
     pub fn load(&self, now: Time) -> Load {
-        let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prompt_rate());
-        let ahead = if rate > 0.0 { queued_tokens as f64 / rate } else { 0.0 };
-        let ahead = Duration::try_from_secs_f64(ahead).unwrap_or(Duration::MAX);
+        let (queued_tokens, rate) = (self.engine.queued_tokens(), self.prefills.get());
+        let ahead = if rate == 0 { 0.0 } else { queued_tokens as f64 / rate as f64 };
+        let ahead = Duration::from_secs_f64(ahead);
         let mut load = Load { queued_tokens, ahead, ..Load::default() };
         self.recent.measure(&mut load, now);
         load
@@ -307,7 +310,10 @@ impl<R: RoleCore> WorkerCore<R> {
         let since = self.last_end.map_or(started, |last| last.max(started));
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
         self.last_end = Some(now);
-        let (failed, work) = (outcome.is_err(), work(&step));
+        let failed = outcome.is_err();
+        if !failed {
+            self.steps.add(&work(&step), took);
+        }
         match outcome {
             Ok(mut tokens) => self.engine.apply(step, &mut tokens, &mut self.events),
             Err(error) => {
@@ -316,9 +322,7 @@ impl<R: RoleCore> WorkerCore<R> {
                 self.lost = lost;
             }
         }
-        if !failed {
-            self.learn(&work, took);
-        }
+        self.learn(prefilled, decoded, took);
         self.recent.add(answered, prefilled > 0, took, now);
         out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
         self.deliver(out);
@@ -327,19 +331,14 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
-    /// Learns from a step what steps cost, which also says what computing a preempted sequence again would.
-    fn learn(&mut self, work: &StepWork, took: Duration) {
-        self.steps.add(work, took);
-        if work.tokens > 0 {
-            let prefill_tokens_per_second = self.prompt_rate() as u64;
+    /// Measures the prefill rate, which says what computing a preempted sequence again would cost. Known once something
+    /// was computed.
+    fn learn(&mut self, prefilled: u64, decoded: u64, took: Duration) {
+        if prefilled > decoded {
+            let prefill_tokens_per_second = self.prefills.add(prefilled + decoded, took);
             let copy_bytes_per_second = self.engine.config().swap.rates.copy_bytes_per_second;
             self.engine.set_swap_rates(SwapRates { copy_bytes_per_second, prefill_tokens_per_second });
         }
-    }
-
-    /// Tokens of prompts computed in a second, by the latest steps; 0 before the first.
-    fn prompt_rate(&self) -> f64 {
-        self.steps.cost().prompt_rate(self.engine.config().chunk.into())
     }
 
     /// Has the role handle the engine's events, and passes on the role's effects.

@@ -197,6 +197,6 @@ impl<R: RoleCore> Thread<R> {
 
     /// All that was told to those who follow.
     fn all(&self) -> CacheChange {
-        CacheChange { stored: self.feed.told().collect(), removed: Vec::new(), tally: self.feed.tally() }
+        CacheChange { stored: self.feed.told(), removed: Vec::new(), tally: self.feed.tally() }
     }
 }

@@ -1,8 +1,8 @@
 //! Tells routers which blocks are in the prefix cache.
 //!
-//! The engine thread notes what enters and leaves ([`CacheNews::note`]) and waits for nobody. A task gathers it for [`GATHER`] and passes the net
-//! change to all that follow. Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again, so that no
-//! reader makes anything wait or grow (I5).
+//! The engine thread notes what enters and leaves ([`CacheNews::note`]). A task gathers it for [`GATHER`] and passes the net change to all that
+//! follow, [`FOLLOWERS`] at most (I5). Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. So no
+//! reader makes the engine wait, or lets anything grow.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,15 +11,17 @@ use baton_engine::{BlockName, CacheChange, CacheFeed, Cached, Tally};
 use baton_proto::v1::{self, worker_event::Event};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 /// Changes within this time are told together.
 const GATHER: Duration = Duration::from_millis(50);
-/// Most changes that a reader may be behind.
-const BEHIND: usize = 16;
+/// Most changes that a reader may be behind. They are few seconds, and readers share them.
+const BEHIND: usize = 256;
+/// Most that follow at once: routers, and people who look.
+const FOLLOWERS: usize = 64;
 /// Most names in an event: few enough that a router takes them in at once without keeping others waiting.
 const EVENT_NAMES: usize = 4096;
 
@@ -29,16 +31,21 @@ pub(crate) type WorkerEvents = ReceiverStream<Result<v1::WorkerEvent, Status>>;
 /// News of one worker's prefix cache.
 #[derive(Debug)]
 pub(crate) struct CacheNews {
+    /// What the engine thread has noted. Locked only to add to it and to empty it.
+    noted: Mutex<Vec<Cached>>,
     feed: Mutex<CacheFeed>,
     changes: broadcast::Sender<Arc<CacheChange>>,
     changed: Notify,
+    followers: Arc<Semaphore>,
     ended: CancellationToken,
 }
 
 impl Default for CacheNews {
     fn default() -> Self {
         let (changes, ended) = (broadcast::Sender::new(BEHIND), CancellationToken::new());
-        CacheNews { feed: Mutex::default(), changes, changed: Notify::new(), ended }
+        let followers = Arc::new(Semaphore::new(FOLLOWERS));
+        let (noted, feed, changed) = (Mutex::default(), Mutex::default(), Notify::new());
+        CacheNews { noted, feed, changes, changed, followers, ended }
     }
 }
 
@@ -47,12 +54,15 @@ impl CacheNews {
         self.feed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn noted(&self) -> MutexGuard<'_, Vec<Cached>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Takes in what entered and left the cache, in order.
     pub fn note(&self, changes: impl Iterator<Item = Cached>) {
         let mut changes = changes.peekable();
         if changes.peek().is_some() {
-            let mut feed = self.feed();
-            changes.for_each(|change| feed.note(change));
+            self.noted().extend(changes);
             self.changed.notify_one();
         }
     }
@@ -62,12 +72,18 @@ impl CacheNews {
         loop {
             self.changed.notified().await;
             tokio::time::sleep(GATHER).await;
-            let mut feed = self.feed();
-            let change = feed.take();
-            if !change.is_empty() {
-                // Nobody may be following.
-                let _ = self.changes.send(Arc::new(change));
-            }
+            self.pass_on();
+        }
+    }
+
+    fn pass_on(&self) {
+        let noted = std::mem::take(&mut *self.noted());
+        let mut feed = self.feed();
+        noted.into_iter().for_each(|change| feed.note(change));
+        let change = feed.take();
+        if !change.is_empty() {
+            // Nobody may be following.
+            let _ = self.changes.send(Arc::new(change));
         }
     }
 
@@ -79,21 +95,27 @@ impl CacheNews {
     /// All blocks, and then what changes.
     fn all(&self) -> (CacheChange, Receiver<Arc<CacheChange>>) {
         let feed = self.feed();
-        let all = CacheChange { stored: feed.told().collect(), removed: Vec::new(), tally: feed.tally() };
+        let all = CacheChange { stored: feed.told(), removed: Vec::new(), tally: feed.tally() };
         (all, self.changes.subscribe())
     }
 
     /// The events for one who follows.
-    pub fn follow(self: Arc<Self>) -> WorkerEvents {
+    ///
+    /// # Errors
+    /// [`FOLLOWERS`] do already.
+    pub fn follow(self: Arc<Self>) -> Result<WorkerEvents, Status> {
+        let full = |_| Status::resource_exhausted(format!("{FOLLOWERS} follow this worker already"));
+        let place = Arc::clone(&self.followers).try_acquire_owned().map_err(full)?;
         let (events, stream) = mpsc::channel(1);
         tokio::spawn(async move {
+            let _place = place;
             tokio::select! {
                 _ = self.tell(&events) => {}
                 () = events.closed() => {}
                 () = self.ended.cancelled() => {}
             }
         });
-        ReceiverStream::new(stream)
+        Ok(ReceiverStream::new(stream))
     }
 
     /// Tells all, and then each change. An error: nobody follows any more.
@@ -122,33 +144,28 @@ async fn say(
     change: &CacheChange,
     afresh: bool,
 ) -> Result<(), ()> {
-    for mut event in split(change) {
+    let mut first = afresh;
+    for (stored, removed) in parts(change) {
         *number += 1;
-        event.number = *number;
-        event.afresh &= afresh;
-        let event = v1::WorkerEvent { event: Some(Event::Cache(event)) };
-        events.send(Ok(event)).await.map_err(drop)?;
+        let (stored, removed, afresh) = (bytes(stored), bytes(removed), std::mem::take(&mut first));
+        let event = v1::CacheEvent { number: *number, afresh, stored, removed, tally: None };
+        say_one(events, event).await?;
     }
-    Ok(())
+    // The tally has an event of its own: what is before it may be nothing.
+    *number += 1;
+    let Tally { blocks, sum } = change.tally;
+    let tally = Some(v1::CacheTally { blocks, sum });
+    say_one(events, v1::CacheEvent { number: *number, afresh: first, tally, ..Default::default() }).await
 }
 
-/// The events of a change; at least one. The first one says that it begins afresh.
-fn split(change: &CacheChange) -> Vec<v1::CacheEvent> {
-    let (stored, removed) = (change.stored.chunks(EVENT_NAMES), change.removed.chunks(EVENT_NAMES));
-    let stored = stored.map(|names| v1::CacheEvent { stored: bytes(names), ..Default::default() });
-    let removed = removed.map(|names| v1::CacheEvent { removed: bytes(names), ..Default::default() });
-    let mut events: Vec<v1::CacheEvent> = stored.chain(removed).collect();
-    if events.is_empty() {
-        events.push(v1::CacheEvent::default());
-    }
-    if let Some(first) = events.first_mut() {
-        first.afresh = true;
-    }
-    if let Some(last) = events.last_mut() {
-        let Tally { blocks, sum } = change.tally;
-        last.tally = Some(v1::CacheTally { blocks, sum });
-    }
-    events
+async fn say_one(events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>, event: v1::CacheEvent) -> Result<(), ()> {
+    events.send(Ok(v1::WorkerEvent { event: Some(Event::Cache(event)) })).await.map_err(drop)
+}
+
+/// A change in parts of at most [`EVENT_NAMES`]: blocks that entered, blocks that left.
+fn parts(change: &CacheChange) -> impl Iterator<Item = (&[BlockName], &[BlockName])> {
+    let stored = change.stored.chunks(EVENT_NAMES).map(|names| (names, &[][..]));
+    stored.chain(change.removed.chunks(EVENT_NAMES).map(|names| (&[][..], names)))
 }
 
 fn bytes(names: &[BlockName]) -> Vec<u8> {
@@ -179,41 +196,60 @@ mod tests {
         news.note((0..EVENT_NAMES + 1).map(|at| Cached::Stored(name(at))));
         let mut changes = news.all().1;
         assert_eq!(changes.recv().await.unwrap().stored.len(), EVENT_NAMES + 1, "told together");
-        let mut stream = Arc::clone(&news).follow();
+        let mut stream = Arc::clone(&news).follow().unwrap();
         let (first, second) = (next(&mut stream).await, next(&mut stream).await);
         assert_eq!((first.number, first.afresh, first.stored.len(), first.tally), (1, true, 16 * EVENT_NAMES, None));
-        let sum = (0..EVENT_NAMES as u64 + 1).sum();
+        assert_eq!((second.number, second.afresh, second.stored), (2, false, bytes(&[name(EVENT_NAMES)])));
+        let (third, sum) = (next(&mut stream).await, (0..EVENT_NAMES as u64 + 1).sum());
         let tally = Some(v1::CacheTally { blocks: EVENT_NAMES as u64 + 1, sum });
-        assert_eq!((second.number, second.afresh, second.tally), (2, false, tally));
-        assert_eq!(second.stored, bytes(&[name(EVENT_NAMES)]));
+        assert_eq!((third.number, third.afresh, third.tally), (3, false, tally));
         news.note([Cached::Removed(name(7))].into_iter());
-        let third = next(&mut stream).await;
-        assert_eq!((third.number, third.afresh, third.stored.len()), (3, false, 0));
-        assert_eq!((third.removed, third.tally.unwrap().blocks), (bytes(&[name(7)]), EVENT_NAMES as u64));
+        let (fourth, fifth) = (next(&mut stream).await, next(&mut stream).await);
+        assert_eq!((fourth.number, fourth.stored.len(), fourth.removed), (4, 0, bytes(&[name(7)])));
+        assert_eq!(fifth.tally.unwrap().blocks, EVENT_NAMES as u64);
         news.end();
         assert!(stream.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn an_empty_cache_is_told_too() {
+        let mut stream = Arc::new(CacheNews::default()).follow().unwrap();
+        let only = next(&mut stream).await;
+        assert_eq!((only.number, only.afresh, only.tally.map(|tally| tally.blocks)), (1, true, Some(0)));
     }
 
     /// I5: a reader that does not read costs no more than [`BEHIND`] changes, and begins afresh.
     #[tokio::test]
     async fn who_is_too_slow_begins_afresh() {
         let news = Arc::new(CacheNews::default());
-        let mut stream = Arc::clone(&news).follow();
+        let mut stream = Arc::clone(&news).follow().unwrap();
         assert!(next(&mut stream).await.afresh);
         for at in 0..4 * BEHIND {
             news.note([Cached::Stored(name(at))].into_iter());
-            let change = news.feed().take();
-            news.changes.send(Arc::new(change)).unwrap();
+            news.pass_on();
             tokio::task::yield_now().await;
         }
-        let (mut number, mut held) = (1, 0);
+        let (mut number, mut held, mut afresh) = (1, 0, 0);
         while held < 4 * BEHIND {
             let event = next(&mut stream).await;
             number += 1;
             assert_eq!(event.number, number);
+            afresh += usize::from(event.afresh);
             held = if event.afresh { 0 } else { held } + event.stored.len() / 16;
-            assert_eq!(event.tally.unwrap().blocks, held as u64);
+            assert!(event.tally.is_none_or(|tally| tally.blocks == held as u64));
         }
-        assert!(number < 2 * BEHIND as u64, "not each change was told");
+        assert!(afresh == 1 && number < 4 * BEHIND as u64, "not each change was told: {number}");
+    }
+
+    #[tokio::test]
+    async fn no_more_follow_than_may() {
+        let news = Arc::new(CacheNews::default());
+        let streams: Vec<_> = (0..FOLLOWERS).map(|_| Arc::clone(&news).follow().unwrap()).collect();
+        let refused = Arc::clone(&news).follow().unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        drop(streams);
+        while Arc::clone(&news).follow().is_err() {
+            tokio::task::yield_now().await;
+        }
     }
 }

@@ -52,7 +52,7 @@ impl worker_server::Worker for WorkerService {
     type FollowStream = WorkerEvents;
 
     async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
-        Ok(Response::new(Arc::clone(&self.cache).follow()))
+        Arc::clone(&self.cache).follow().map(Response::new)
     }
 
     async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {

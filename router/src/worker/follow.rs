@@ -1,6 +1,6 @@
 //! Follows what a worker says of its prefix cache.
 
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use baton_policy::{Followed, KvChange, Tally};
@@ -8,7 +8,8 @@ use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::v1::{self, worker_event::Event};
 use baton_types::WorkerId;
 use tokio::sync::oneshot;
-use tokio::time::sleep;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
 use tonic::Code;
 
 use super::Workers;
@@ -18,20 +19,24 @@ use super::link::WorkerChannel;
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
-/// Follows a worker until it has `left`, and then forgets what it held.
+/// Follows a worker until it has `left`, and then forgets what it held. `before`: the task that did so for a worker of this id, which has to end
+/// first.
 pub(super) async fn until_left(
     workers: Weak<Workers>,
     worker: WorkerId,
     channel: WorkerChannel,
     mut left: oneshot::Receiver<()>,
+    before: Option<JoinHandle<()>>,
 ) {
+    if let Some(before) = before {
+        let _ = before.await;
+    }
     tokio::select! {
         _ = &mut left => {}
         () = follow(&workers, worker, channel) => drop(left.await),
     }
     if let Some(workers) = workers.upgrade() {
-        // Looks at the whole index.
-        tokio::task::spawn_blocking(move || workers.held.leave(worker));
+        let _ = tokio::task::spawn_blocking(move || workers.held.leave(worker)).await;
     }
 }
 
@@ -42,9 +47,13 @@ async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChanne
         let mut client = WorkerClient::new(channel.clone());
         match client.follow(v1::FollowRequest {}).await {
             Ok(events) => {
-                wait = FIRST_WAIT;
+                let begun = Instant::now();
                 if read(workers, worker, events.into_inner()).await.is_none() {
                     return;
+                }
+                // What ends soon after it began would do so again and again.
+                if begun.elapsed() > LONGEST_WAIT {
+                    wait = FIRST_WAIT;
                 }
             }
             // A worker of an earlier version.
@@ -61,7 +70,11 @@ async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChanne
 async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Streaming<v1::WorkerEvent>) -> Option<()> {
     while let Ok(Some(v1::WorkerEvent { event })) = events.message().await {
         let Some(Event::Cache(event)) = event else { continue };
-        match workers.upgrade()?.held.follow(worker, change(event)) {
+        let Some(change) = change(event) else {
+            tracing::warn!(%worker, "its names of blocks are not 16 bytes each; it is read again");
+            break;
+        };
+        match take_in(workers.upgrade()?, worker, change).await {
             Followed::Yes => {}
             Followed::Gap => break,
             Followed::Differs => {
@@ -73,14 +86,24 @@ async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Stre
     Some(())
 }
 
-fn change(event: v1::CacheEvent) -> KvChange {
+async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> Followed {
+    if !change.afresh {
+        return workers.held.follow(worker, change);
+    }
+    let taken = tokio::task::spawn_blocking(move || workers.held.follow(worker, change));
+    taken.await.unwrap_or(Followed::Gap)
+}
+
+/// `None`: a name is not whole.
+fn change(event: v1::CacheEvent) -> Option<KvChange> {
     let v1::CacheEvent { number, afresh, stored, removed, tally } = event;
     let tally = tally.map(|v1::CacheTally { blocks, sum }| Tally { blocks, sum });
-    KvChange { number, afresh, stored: short_names(&stored), removed: short_names(&removed), tally }
+    let (stored, removed) = (short_names(&stored)?, short_names(&removed)?);
+    Some(KvChange { number, afresh, stored, removed, tally })
 }
 
 /// The first half of each name ([`baton_policy::BlockName::short`]).
-fn short_names(names: &[u8]) -> Vec<u64> {
-    let (names, _) = names.as_chunks::<16>();
-    names.iter().map(|name| u128::from_le_bytes(*name) as u64).collect()
+fn short_names(names: &[u8]) -> Option<Vec<u64>> {
+    let (names, rest) = names.as_chunks::<16>();
+    rest.is_empty().then(|| names.iter().map(|name| u128::from_le_bytes(*name) as u64).collect())
 }

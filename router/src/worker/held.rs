@@ -2,22 +2,24 @@
 //!
 //! There are two copies of the [`KvIndex`]. Placements read one, changes go to the other, and now and then they trade places (left-right:
 //! Ramalhete and Correia, "A concurrency control algorithm with wait-free population oblivious reads", 2015). So no placement waits for a
-//! change, and no change for a placement longer than one lookup takes.
+//! change, and no change for a placement longer than one lookup takes. What takes long is done on a thread of its own ([`HeldBlocks::leave`]).
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use baton_policy::{BlockName, Followed, Holder, KvChange, KvIndex};
 use baton_runtime::metrics as names;
 use baton_types::WorkerId;
 use metrics::gauge;
 
-/// Most blocks in the index (I5): half a gigabyte for both copies at most, and 160 million tokens.
+/// Most blocks in the index (I5), 160 million tokens: half a gigabyte for the tables of both copies at most.
 pub(super) const BLOCKS: usize = 10_000_000;
 /// Most holders that a placement looks at.
 const HOLDERS: usize = 64;
 /// Changes that the copy of the placements may lack, in names of blocks.
 const LACKING: usize = 1 << 16;
+/// Most prompts that wait to be mentioned.
+const MENTIONS: usize = 64;
 
 /// What happens to the index.
 enum Change {
@@ -32,6 +34,8 @@ pub(super) struct HeldBlocks {
     write: Mutex<Writing>,
     /// The copy for changes is ahead of the other.
     ahead: AtomicBool,
+    /// Prompts to mention with the next change. Some are left out when there are many.
+    mentions: Mutex<Vec<Arc<[BlockName]>>>,
 }
 
 struct Writing {
@@ -49,7 +53,12 @@ impl HeldBlocks {
     pub fn new(most: usize) -> HeldBlocks {
         let index = || Arc::new(KvIndex::new(most));
         let write = Writing { index: index(), missed: Vec::new(), ahead: Vec::new(), names: 0 };
-        HeldBlocks { read: RwLock::new(index()), write: Mutex::new(write), ahead: AtomicBool::new(false) }
+        HeldBlocks {
+            read: RwLock::new(index()),
+            write: Mutex::new(write),
+            ahead: AtomicBool::new(false),
+            mentions: Mutex::default(),
+        }
     }
 }
 
@@ -64,58 +73,90 @@ impl HeldBlocks {
         let index = Arc::clone(&self.read.read().unwrap_or_else(PoisonError::into_inner));
         let (found, fills) = (index.find(names, HOLDERS, turn), index.fills());
         drop(index);
-        if fills
-            && !found.is_empty()
-            && let Ok(mut writing) = self.write.try_lock()
-        {
-            self.change(&mut writing, Change::Mentioned(Arc::clone(names)));
+        if fills && !found.is_empty() {
+            let mut mentions = self.mentions();
+            if mentions.len() < MENTIONS {
+                mentions.push(Arc::clone(names));
+            }
         }
         found
     }
 
-    /// Takes in what changed at a worker.
+    /// Takes in what changed at a worker. Takes long where a change begins afresh at a worker that is known.
     pub fn follow(&self, worker: WorkerId, change: KvChange) -> Followed {
-        let mut writing = self.write.lock().unwrap_or_else(PoisonError::into_inner);
-        self.change(&mut writing, Change::Cache(worker, Arc::new(change)))
+        let mut writing = self.writing();
+        let afresh = change.afresh;
+        let followed = self.change(&mut writing, Change::Cache(worker, Arc::new(change)));
+        if afresh {
+            self.both(&mut writing);
+        }
+        for names in std::mem::take(&mut *self.mentions()) {
+            self.change(&mut writing, Change::Mentioned(names));
+        }
+        followed
     }
 
-    /// Forgets a worker that has left.
+    /// Forgets a worker that has left. Takes long: it looks at the whole index, twice.
     pub fn leave(&self, worker: WorkerId) {
-        let mut writing = self.write.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writing = self.writing();
         self.change(&mut writing, Change::Left(worker));
+        self.both(&mut writing);
+    }
+
+    fn writing(&self) -> MutexGuard<'_, Writing> {
+        self.write.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mentions(&self) -> MutexGuard<'_, Vec<Arc<[BlockName]>>> {
+        self.mentions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the second copy take in now what the first one has.
+    fn both(&self, writing: &mut Writing) {
+        self.trade(writing);
+        let _ = writing.caught_up();
     }
 
     fn change(&self, writing: &mut Writing, change: Change) -> Followed {
         if writing.names > LACKING {
             self.trade(writing);
         }
-        let Writing { index, missed, ahead, names: size } = writing;
-        // A placement may still be reading what it took before the copies traded places.
-        let index = loop {
-            match Arc::get_mut(index) {
-                Some(index) => break index,
-                None => std::thread::yield_now(),
-            }
-        };
-        for change in missed.drain(..) {
-            // It was answered when it came.
-            let _ = apply(index, &change);
-        }
+        let index = writing.caught_up();
         let before = index.blocks();
         let followed = apply(index, &change);
         // Of each model's index.
         gauge!(names::KV_INDEX_BLOCKS).increment(index.blocks() as f64 - before as f64);
-        *size += change.names();
-        ahead.push(change);
+        writing.names += change.names();
+        writing.ahead.push(change);
         self.ahead.store(true, Ordering::Relaxed);
         followed
     }
 
     fn trade(&self, writing: &mut Writing) {
+        // Another placement may have done it meanwhile. Twice would be once too often.
+        if writing.ahead.is_empty() {
+            return;
+        }
         std::mem::swap(&mut writing.index, &mut self.read.write().unwrap_or_else(PoisonError::into_inner));
         writing.missed.append(&mut writing.ahead);
         writing.names = 0;
         self.ahead.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Writing {
+    /// The copy for changes, once it lacks none.
+    fn caught_up(&mut self) -> &mut KvIndex {
+        // A placement may still be reading what it took before the copies traded places.
+        while Arc::get_mut(&mut self.index).is_none() {
+            std::thread::yield_now();
+        }
+        let index = Arc::make_mut(&mut self.index);
+        for change in self.missed.drain(..) {
+            // It was answered when it came.
+            let _ = apply(index, &change);
+        }
+        index
     }
 }
 

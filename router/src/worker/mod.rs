@@ -25,6 +25,7 @@ use baton_runtime::metrics as names;
 use baton_types::WorkerId;
 use metrics::counter;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::config::{PlacementKind, RouterConfig};
@@ -44,8 +45,7 @@ pub(crate) struct Workers {
     tls: Option<WorkerTls>,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
-    /// Dropping one ends the task that follows this worker.
-    followers: Mutex<HashMap<WorkerId, oneshot::Sender<()>>>,
+    followers: Mutex<Followers>,
     /// What each worker holds.
     held: HeldBlocks,
     /// Placements so far.
@@ -64,6 +64,30 @@ struct Table {
     channels: HashMap<WorkerId, WorkerChannel>,
     /// Tokens of a block of the workers, where names of blocks are to be compared with theirs.
     block_size: u32,
+}
+
+/// The tasks that follow workers.
+#[derive(Debug, Default)]
+struct Followers {
+    /// Dropping a sender ends its task.
+    here: HashMap<WorkerId, (oneshot::Sender<()>, JoinHandle<()>)>,
+    /// Those that end.
+    left: HashMap<WorkerId, JoinHandle<()>>,
+}
+
+impl Followers {
+    fn join(&mut self, workers: &Arc<Workers>, id: WorkerId, channel: WorkerChannel) {
+        let ((here, left), before) = (oneshot::channel(), self.left.remove(&id));
+        let task = tokio::spawn(follow::until_left(Arc::downgrade(workers), id, channel, left, before));
+        self.here.insert(id, (here, task));
+    }
+
+    fn leave(&mut self, id: WorkerId) {
+        self.left.retain(|_, task| !task.is_finished());
+        if let Some((_, task)) = self.here.remove(&id) {
+            self.left.insert(id, task);
+        }
+    }
 }
 
 impl std::fmt::Debug for Workers {
@@ -120,15 +144,13 @@ impl Workers {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
         for id in changes.left {
             table.channels.remove(&id);
-            followers.remove(&id);
+            followers.leave(id);
         }
         for member in changes.joined {
             match link::connect(&member, self.worker_timeout, self.tls.as_ref()) {
                 Ok(channel) => {
                     if member.model == fleet.model() {
-                        let (here, left) = oneshot::channel();
-                        tokio::spawn(follow::until_left(Arc::downgrade(self), member.id, channel.clone(), left));
-                        followers.insert(member.id, here);
+                        followers.join(self, member.id, channel.clone());
                     }
                     table.channels.insert(member.id, channel);
                 }

@@ -66,13 +66,14 @@ async fn a_prompt_goes_to_the_worker_that_says_it_holds_most_of_it() {
 
 /// What is missing, and what is wrong, is read again.
 #[tokio::test]
-async fn a_worker_is_followed_anew_after_a_gap_and_after_a_wrong_tally() {
+async fn a_worker_is_followed_anew_after_a_gap_a_wrong_tally_and_half_a_name() {
     let (one, other) = (names(ONE), names(OTHER));
     let gap = vec![stored(1, &one), stored(3, &other)];
     let wrong = vec![and_holds(stored(1, &one), &other)];
+    let half = vec![CacheEvent { number: 1, afresh: true, stored: vec![7; 24], ..CacheEvent::default() }];
     let right = vec![and_holds(stored(1, &other), &other)];
-    let cluster = three([gap, wrong, right]).await;
-    cluster.worker(2).was_followed(3).await;
+    let cluster = three([gap, wrong, half, right]).await;
+    cluster.worker(2).was_followed(4).await;
     goes_to_the_last(&cluster, OTHER).await;
     cluster.stop().await;
 }
@@ -80,14 +81,14 @@ async fn a_worker_is_followed_anew_after_a_gap_and_after_a_wrong_tally() {
 /// I7: the connection to a worker breaks and comes back.
 #[tokio::test]
 async fn a_worker_is_followed_anew_when_it_is_back() {
-    let one = names(ONE);
-    let list = || vec![and_holds(stored(1, &one), &one)];
-    let cluster = three([list(), list()]).await;
+    let (one, other) = (names(ONE), names(OTHER));
+    let list = |names: &[BlockName]| vec![and_holds(stored(1, names), names)];
+    let cluster = three([list(&one), list(&other)]).await;
     goes_to_the_last(&cluster, ONE).await;
     cluster.worker(2).cut();
     cluster.complete(json!({"prompt": ONE})).await;
     cluster.worker(2).mend();
     cluster.worker(2).was_followed(2).await;
-    goes_to_the_last(&cluster, ONE).await;
+    goes_to_the_last(&cluster, OTHER).await;
     cluster.stop().await;
 }

@@ -23,7 +23,7 @@ pub(super) struct Holders {
     known: HashMap<Arc<[Slot]>, SetId>,
     /// Sum of the sizes of all sets.
     members: usize,
-    /// The latest change of a set: blocks of one prompt change in the same way, one after the other.
+    /// The latest change of a set: workers tell blocks of one prompt one after the other, and these change in the same way.
     latest: Option<(Change, SetId)>,
 }
 

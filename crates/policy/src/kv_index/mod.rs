@@ -4,11 +4,13 @@
 //! know the same. A name stands for a block and all before it, so a worker that holds the name of a prompt's n-th block holds n blocks of it.
 //!
 //! - **Memory** is bounded (I5): [`KvIndex::new`] says how many blocks at most. Each takes 16 to 32 bytes in the table. A set of holders is
-//!   stored once for all blocks that have it. When the index is full, blocks go that no prompt and no second worker mentioned lately
+//!   stored once for all blocks that have it, and all sets together have no more members than the index may have blocks. When the index is full, blocks go that no prompt and no second worker mentioned lately
 //!   (clock, or second chance: Corbató, "A paging experiment with the Multics system", 1968).
-//! - **A lookup** looks at few of a prompt's blocks. Holders only become fewer from block to block, since a cache evicts the end of a prefix
-//!   first; so where two blocks have as many holders, all between them have the same. Galloping search (Bentley and Yao, 1976) finds where
-//!   the last holder ends, and from there where holders change.
+//!   A forgotten block is not known again until its worker stores it anew or tells everything. Since any block may go, a prompt whose first block
+//!   was forgotten is taken for held by nobody: an index that is too small loses hits.
+//! - **A lookup** looks at few of a prompt's blocks. Holders become fewer from block to block, since a cache evicts the end of a prefix first;
+//!   so where two blocks have as many holders, all between them have the same. Galloping search (Bentley and Yao, 1976) finds where the last
+//!   holder ends, and from there where holders change. Where blocks were forgotten, or a list is half told, it may find less than there is.
 //! - **Truth** is checked: count and sum of all names that a worker says it holds are compared with the worker's own ([`Tally`]).
 //!
 //! It is a hint for placement, nothing more: a worker looks itself, and compares tokens.
@@ -174,8 +176,8 @@ impl KvIndex {
         }
     }
 
-    /// The workers that hold most of a prompt with these blocks, those with most first, at most `most` of them. Among equals it begins with
-    /// another one for each `turn`, so that many routers and many prompts do not all see the same few.
+    /// The workers that hold most of a prompt with these blocks, those with most first, at most `most` of them. Of many equals it takes others
+    /// for each `turn`, so that many routers and many prompts do not all see the same few.
     pub fn find(&self, names: &[BlockName], most: usize, turn: usize) -> Vec<Holder> {
         let mut found = Vec::new();
         // Blocks that have holders: `held` do, `names.len()` or what follows do not.
@@ -184,8 +186,9 @@ impl KvIndex {
         while held > 0 && found.len() < most {
             let Some(set) = self.holders_of(names[held - 1]) else { break };
             let members = self.holders.members(set);
+            let step = stride(members.len());
             for at in 0..members.len() {
-                let slot = members[(at + turn) % members.len()];
+                let slot = members[(turn + at * step) % members.len()];
                 if found.len() == most {
                     break;
                 }
@@ -225,7 +228,7 @@ impl KvIndex {
         if self.holders.contains(set, slot) {
             return;
         }
-        if self.holders.stored() + self.holders.size(set) >= self.most {
+        if self.holders.stored() + self.holders.size(set) + 1 > self.most {
             // There is no room for another set of holders (I5).
             return self.of(slot).forgotten.add(name);
         }
@@ -248,6 +251,12 @@ impl KvIndex {
 
     /// Takes a holder out of the entry at a place. Returns whether the entry is still there.
     fn take_out(&mut self, slot: Slot, place: usize, value: u32) -> bool {
+        let size = self.holders.size(value & !MENTIONED);
+        if size > 2 && self.holders.stored() + size - 1 > self.most {
+            // There is no room for the set of the others (I5): this block is forgotten.
+            self.forget(place, Some(slot));
+            return false;
+        }
         match self.holders.without(value & !MENTIONED, slot) {
             Some(set) => self.table.set(place, set | value & MENTIONED),
             None => {
@@ -258,24 +267,30 @@ impl KvIndex {
         true
     }
 
+    /// Forgets the block at a place, for all holders but one that no longer holds it.
+    fn forget(&mut self, place: usize, but: Option<Slot>) {
+        let Some((name, value)) = self.table.at(place) else { return };
+        let set = value & !MENTIONED;
+        for slot in self.holders.members(set).iter().filter(|slot| Some(**slot) != but) {
+            if let Some(tracked) = &mut self.workers[usize::from(*slot)] {
+                tracked.here.remove(name);
+                tracked.forgotten.add(name);
+            }
+        }
+        self.holders.give_back(set);
+        self.table.remove(place);
+    }
+
     /// Forgets a block that was not mentioned lately.
     fn forget_one(&mut self) {
         // After one turn no block is marked.
         for _ in 0..=2 * self.table.places() {
             self.hand = (self.hand + 1) & (self.table.places() - 1);
-            let Some((name, value)) = self.table.at(self.hand) else { continue };
-            if value & MENTIONED != 0 {
-                self.table.set(self.hand, value & !MENTIONED);
-                continue;
+            let Some((_, value)) = self.table.at(self.hand) else { continue };
+            if value & MENTIONED == 0 {
+                return self.forget(self.hand, None);
             }
-            for slot in self.holders.members(value).iter() {
-                if let Some(tracked) = &mut self.workers[usize::from(*slot)] {
-                    tracked.here.remove(name);
-                    tracked.forgotten.add(name);
-                }
-            }
-            self.holders.give_back(value);
-            return self.table.remove(self.hand);
+            self.table.set(self.hand, value & !MENTIONED);
         }
     }
 
@@ -317,6 +332,17 @@ impl KvIndex {
         self.slots.insert(worker, slot);
         Some(slot)
     }
+}
+
+/// A step with which each of so many members comes once, and neighbours far apart: in the order of joining, workers of a role stand together.
+fn stride(members: usize) -> usize {
+    let common = |mut a: usize, mut b: usize| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    (1..=members * 5 / 8).rev().find(|step| common(*step, members) == 1).unwrap_or(1)
 }
 
 /// How many of the numbers from 0 to `end` (not included) are so, when all that are so come first. Looks at 2 log₂ of the answer.

@@ -177,10 +177,10 @@ impl Fleet {
     /// Why no worker can take the request.
     pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Placed, Failure> {
         let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
-        let (near, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
+        let (sent, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let input =
-            PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, near, held, apart };
+            PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, sent, held, apart };
         let there = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
         let well = |id, worker: &Worker| {
             there(id, worker) && (outliers.allows(Subject::Worker(id), now) || ask.decode == Some(id))
