@@ -286,7 +286,7 @@ impl Fleet {
     }
 
     /// Tokens of a block of the decode workers that take requests: names of a prompt's blocks are the workers' own only at this size. Where
-    /// several are in use, that of the longest there; [`USUAL_BLOCK`] where there are none.
+    /// several are in use, that of the longest there; 16 where there are none.
     pub fn block_size(&self) -> u32 {
         let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining && m.block_size > 0;
         let joined = |m: &&Member| self.workers.get(&m.id).map_or(u64::MAX, |worker| worker.joined);
