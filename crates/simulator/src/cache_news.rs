@@ -43,6 +43,11 @@ impl Follows {
     pub(crate) fn new(seed: u64) -> Follows {
         Follows { random: Random(seed ^ 0x6e65_7773), open: BTreeMap::new() }
     }
+
+    /// The worker has left the router's view. If it comes back, it is followed anew.
+    pub(crate) fn end(&mut self, link: Link) {
+        self.open.remove(&link);
+    }
 }
 
 impl World {

@@ -124,7 +124,10 @@ impl World {
         let connected = &mut self.routers[place].connected;
         connected.extend(changes.joined.iter().map(|member| member.id));
         connected.retain(|worker| !changes.left.contains(worker));
-        changes.left.iter().for_each(|worker| self.routers[place].index.leave(*worker));
+        for worker in &changes.left {
+            self.routers[place].index.leave(*worker);
+            self.follows.end((place, *worker));
+        }
         let connected = &self.routers[place].connected;
         // I5: only with workers in the view, so that connections are bounded.
         let gone = connected.iter().find(|worker| view.get(**worker).is_none()).copied();
