@@ -206,6 +206,19 @@ mod tests {
         assert_eq!((held.find(&prompt, 0), held.find(&prompt, 0)), (vec![], vec![]));
     }
 
+    /// Two placements may both see that the copies should trade places.
+    #[test]
+    fn copies_that_were_just_traded_are_not_traded_back() {
+        let (held, worker) = (HeldBlocks::new(100), WorkerId(7));
+        for number in 1..5 {
+            assert_eq!(held.follow(worker, change(number, number..number + 1)), Followed::Yes);
+            for _ in 0..2 {
+                held.trade(&mut held.writing());
+            }
+            assert_eq!(held.find(&names(9).into(), 0), [Holder { worker, blocks: number as u32 }]);
+        }
+    }
+
     /// I5: without placements the copies still trade places.
     #[test]
     fn changes_that_nobody_reads_do_not_pile_up() {

@@ -241,9 +241,11 @@ impl FakeWorker {
         self.shared.cache.lock().unwrap().extend(lists);
     }
 
-    /// Completes when it was followed this often.
+    /// Completes when it was followed this often, which takes no longer than a few attempts.
     pub async fn was_followed(&self, times: usize) {
-        self.shared.followed.subscribe().wait_for(|followed| *followed >= times).await.unwrap();
+        let mut followed = self.shared.followed.subscribe();
+        let often = followed.wait_for(|followed| *followed >= times);
+        tokio::time::timeout(Duration::from_secs(30), often).await.expect("it is followed anew").unwrap();
     }
 
     /// The sequences of all requests it got.
