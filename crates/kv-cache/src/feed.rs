@@ -1,6 +1,6 @@
 //! What a worker tells others of its prefix cache: the names of blocks that entered and left it.
 //!
-//! [`crate::KvPools`] notes each change. A [`CacheFeed`] turns them into numbered [`CacheChange`]s, each with the net effect of all changes since the
+//! [`crate::KvPools`] notes each block that enters or leaves. A [`CacheFeed`] turns these into [`CacheChange`]s, each with the net effect since the
 //! one before. It knows what it has told, so that whoever comes later, or has missed something, can be told everything.
 
 use std::collections::BTreeMap;
@@ -64,8 +64,8 @@ impl CacheChange {
     }
 }
 
-/// What was told of a prefix cache, and what is still to be told: an entry for each block that is in the cache, or came or went since it was told
-/// last (I5). Blocks are told in the order in which they came, each after the one before it in its prompt.
+/// What was told of a prefix cache, and what is still to be told. It has an entry for each block that was told, and for each change since
+/// [`CacheFeed::take`] was called (I5). Blocks are told in the order in which they came, each after the one before it in its prompt.
 #[derive(Clone, Debug, Default)]
 pub struct CacheFeed {
     /// With the number of each, in the order of coming.

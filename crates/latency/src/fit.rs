@@ -1,8 +1,8 @@
 //! A linear model with coefficients of 0 or more, fitted while measurements arrive.
 //!
 //! Least squares of the *relative* error, which is the error divided by what was measured or predicted, whichever is more: a step of 1 ms and one
-//! of 1 s count the same. Recursive: a measurement is added to two sums, which
-//! forget at a fixed rate, and the coefficients are solved from them again. Two additions make it safe to leave alone for months:
+//! of 1 s count the same. Recursive: a measurement is added to two sums, which forget at a fixed rate, and the coefficients are solved from them
+//! again. Two additions make it safe to leave alone for months:
 //!
 //! - **Proximity.** Each solution also stays near the one before. A direction that measurements no longer say anything of, because nothing
 //!   excites it, keeps its value, where plain recursive least squares would let it drift (estimator windup).

@@ -4,10 +4,10 @@
 //! know the same. A name stands for a block and all before it, so a worker that holds the name of a prompt's n-th block holds n blocks of it.
 //!
 //! - **Memory** is bounded (I5): [`KvIndex::new`] says how many blocks at most. Each takes 16 to 32 bytes in the table. A set of holders is
-//!   stored once for all blocks that have it, and all sets together have no more members than the index may have blocks. When the index is full, blocks go that no prompt and no second worker mentioned lately
-//!   (clock, or second chance: Corbató, "A paging experiment with the Multics system", 1968).
-//!   A forgotten block is not known again until its worker stores it anew or tells everything. Since any block may go, a prompt whose first block
-//!   was forgotten is taken for held by nobody: an index that is too small loses hits.
+//!   stored once for all blocks that have it, and all sets together have no more members than the index may have blocks.
+//! - **When it is full**, blocks are forgotten that no prompt and no second worker mentioned lately (clock, or second chance: Corbató, "A paging
+//!   experiment with the Multics system", 1968). A forgotten block is not known again until its worker stores it anew or tells everything. Any
+//!   block may go, and a prompt whose first block was forgotten is taken for held by nobody: an index that is too small loses hits.
 //! - **A lookup** looks at few of a prompt's blocks. Holders become fewer from block to block, since a cache evicts the end of a prefix first;
 //!   so where two blocks have as many holders, all between them have the same. Galloping search (Bentley and Yao, 1976) finds where the last
 //!   holder ends, and from there where holders change. Where blocks were forgotten, or a list is half told, it may find less than there is.
