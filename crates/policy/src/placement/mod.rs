@@ -1,0 +1,167 @@
+//! Which workers a request runs on.
+//!
+//! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. [`Eligible`]
+//! alone decides which workers may run a request. Implementations only choose among those.
+
+mod turns;
+
+use baton_membership::Role;
+use baton_types::{BatonError, ErrorKind, WorkerId};
+
+use crate::kv_index::Holder;
+use crate::prefixes::Sent;
+
+pub use turns::{LeastLoaded, RoundRobin};
+
+/// One worker, as placement sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Candidate<'a> {
+    /// Which worker.
+    pub id: WorkerId,
+    /// Its role: [`Role::Prefill`] or [`Role::Decode`].
+    pub role: Role,
+    /// The model it serves.
+    pub model: &'a str,
+    /// Fingerprint of its KV layout without the data type. Handoffs are possible only between workers with equal fingerprints.
+    pub layout: u64,
+    /// It takes no new requests.
+    pub draining: bool,
+    /// Requests this router has running on it.
+    pub in_flight: u32,
+}
+
+/// The request to place.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementInput<'a> {
+    /// The model asked for.
+    pub model: &'a str,
+    /// False: the decode worker prefills, even if prefill workers are alive.
+    pub split: bool,
+    /// Keep this decode worker; only a prefill worker is wanted.
+    pub decode: Option<WorkerId>,
+    /// Workers that failed this request.
+    pub avoid: &'a [WorkerId],
+    /// Prefill and decode workers between which no handoff is to be placed.
+    pub apart: &'a [(WorkerId, WorkerId)],
+    /// Workers that hold most of the prompt, as they say. Preferred while they have room.
+    pub held: Held<'a>,
+    /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
+    pub sent: Option<Sent>,
+}
+
+/// Who holds how much of a prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Held<'a> {
+    /// Blocks of the prompt.
+    pub blocks: usize,
+    /// Those that hold most of them, the one with most first.
+    pub by: &'a [Holder],
+}
+
+impl Held<'_> {
+    /// Workers that hold more than half of the prompt, the one with most first, and `sent` in its place among them. Less is not worth
+    /// deviating from placement in turn.
+    fn mostly(&self, sent: Option<(WorkerId, u32)>) -> Vec<WorkerId> {
+        let most = |holder: &&Holder| holder.blocks as usize * 2 > self.blocks;
+        let mut by: Vec<(WorkerId, u32)> = self.by.iter().take_while(most).map(|h| (h.worker, h.blocks)).collect();
+        if let Some(sent) = sent {
+            by.insert(by.partition_point(|(_, blocks)| *blocks >= sent.1), sent);
+        }
+        by.into_iter().map(|(worker, _)| worker).collect()
+    }
+}
+
+/// Where a request runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Placed {
+    /// The decode worker.
+    pub decode: WorkerId,
+    /// The prefill worker; None: the decode worker prefills locally.
+    pub prefill: Option<WorkerId>,
+}
+
+/// No worker can take the request.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PlacementError {
+    /// No decode worker serves the model now.
+    #[error("no decode worker for model {model:?} is available ({draining} draining); start one, or retry later")]
+    NoDecodeWorker {
+        /// The model asked for.
+        model: String,
+        /// Decode workers of the model that are draining.
+        draining: usize,
+    },
+    /// There are decode workers, but each of them has failed this request.
+    #[error("all {failed} decode workers for model {model:?} failed this request")]
+    AllFailed {
+        /// The model asked for.
+        model: String,
+        /// Decode workers left out for that reason.
+        failed: usize,
+    },
+}
+
+impl BatonError for PlacementError {
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::Unavailable
+    }
+}
+
+/// A policy that chooses workers. Deterministic: the same calls in the same order give the same answers.
+pub trait Placement: Send {
+    /// Chooses a decode worker. If the request is to be split and a prefill worker of the same layout is alive, chooses that
+    /// too. Never chooses workers that are draining, serve another model or are in `request.avoid`. A pinned decode worker
+    /// (`request.decode`) is kept even if it is draining or in `request.avoid`.
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
+}
+
+/// The workers that may run a request.
+struct Eligible<'a> {
+    view: &'a [Candidate<'a>],
+    request: &'a PlacementInput<'a>,
+}
+
+impl<'a> Eligible<'a> {
+    fn serving(&self, role: Role) -> impl Iterator<Item = &'a Candidate<'a>> {
+        let model = self.request.model;
+        self.view.iter().filter(move |c| c.role == role && c.model == model)
+    }
+
+    fn usable(&self, role: Role) -> impl Iterator<Item = &'a Candidate<'a>> {
+        let avoid = self.request.avoid;
+        self.serving(role).filter(move |c| !c.draining && !avoid.contains(&c.id))
+    }
+
+    /// Decode workers to choose from, never empty. A pinned worker is the only choice, even if it is draining by now, because
+    /// it has already taken the request.
+    fn decode(&self) -> Result<Vec<&'a Candidate<'a>>, PlacementError> {
+        let found: Vec<_> = match self.request.decode {
+            Some(pinned) => self.serving(Role::Decode).filter(|c| c.id == pinned).collect(),
+            None => self.usable(Role::Decode).collect(),
+        };
+        if !found.is_empty() {
+            return Ok(found);
+        }
+        let model = self.request.model.to_owned();
+        let failed = self.serving(Role::Decode).filter(|c| !c.draining && self.request.avoid.contains(&c.id)).count();
+        if failed > 0 {
+            return Err(PlacementError::AllFailed { model, failed });
+        }
+        Err(PlacementError::NoDecodeWorker {
+            model,
+            draining: self.serving(Role::Decode).filter(|c| c.draining).count(),
+        })
+    }
+
+    /// Prefill workers that may hand KV over to `decode`. Empty when the request is not to be split.
+    fn prefill(&self, decode: &Candidate<'_>) -> Vec<&'a Candidate<'a>> {
+        if !self.request.split {
+            return Vec::new();
+        }
+        let apart = |c: &Candidate<'_>| self.request.apart.contains(&(c.id, decode.id));
+        self.usable(Role::Prefill).filter(|c| c.layout == decode.layout && !apart(c)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;
