@@ -15,6 +15,8 @@ pub(crate) const EMBEDDED: &str = "embedded";
 baton_runtime::config_enum! {
     /// How workers are chosen.
     pub enum PlacementKind {
+        /// Where a request waits least, and makes others wait least, as predicted from what workers say of their load and their KV.
+        Predicted = "predicted",
         /// In turn.
         RoundRobin = "round-robin",
         /// The worker with the fewest requests of this router; equals take turns.
@@ -87,8 +89,11 @@ baton_runtime::config! {
         body_memory: Bytes = Bytes(256 << 20),
         /// Memory for the tokens of texts seen before: prompts that begin alike are tokenised once up to where they differ. 0: none.
         token_cache: Bytes = TOKEN_CACHE,
-        /// How workers are chosen: round-robin or least-loaded.
-        placement: PlacementKind = PlacementKind::RoundRobin,
+        /// How workers are chosen: predicted (where a request waits least and makes others wait least, by what workers say of their load and
+        /// their KV), round-robin, or least-loaded (the fewest requests of this router).
+        placement: PlacementKind = PlacementKind::Predicted,
+        /// With predicted: most tokens that a decode worker computes of a prompt, where that is soonest, while there are prefill workers.
+        local_prompt: u32 = 256,
         /// How many times work is started for one answer before it fails.
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.

@@ -135,7 +135,9 @@ impl Driver {
     /// Performs one effect. Returns its result, for effects that have one at once.
     async fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
         match effect {
-            Effect::Place(ask) => return Some(ChoiceInput::Placed(self.workers.place(&ask))),
+            Effect::Place(ask) => {
+                return Some(ChoiceInput::Placed(self.workers.place(&ask).map(|chosen| chosen.placed)));
+            }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
                 let sequence = Some(self.sequence(sequence));
@@ -153,7 +155,7 @@ impl Driver {
             Effect::DropPrefill => self.prefill = None,
             Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
             Effect::Judge(verdict) => self.workers.judge(verdict),
-            Effect::Note { placed, names } => self.workers.note(placed, &names),
+            Effect::Note { placed, names, answer } => self.workers.note(placed, &names, answer),
             // The last effects. `run` performs them.
             Effect::Finish { .. } | Effect::Fail(_) => {}
         }

@@ -3,6 +3,7 @@
 //! [`crate::admit`], [`crate::plan`] and [`crate::apply`] hold the step itself.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use baton_kv_cache::{BlockCopy, BlockCounts, BlockName, BlockTable, Cached, KvError, KvPools, Quarantine, Readers};
 use baton_types::{PoolGeometry, SeqId, TokenOut};
@@ -111,10 +112,10 @@ impl Engine {
         }
         let (priority, share) = (new.priority, new.share);
         let mut sequence = Sequence::new(new, Turn { turn: AGED, tag: 0, seq }, self.pools.block_size());
-        let cached = match self.config.order {
-            Order::ShortestFirst => self.hit(&sequence).tokens(),
-            _ => 0,
-        };
+        if sequence.start != Start::Receive || self.config.order == Order::ShortestFirst {
+            sequence.expected = self.hit(&sequence).tokens();
+        }
+        let cached = if self.config.order == Order::ShortestFirst { sequence.expected } else { 0 };
         let tags = self.tags(share, sequence.len());
         (sequence.turn.tag, sequence.start_tag) = (tags.finish, tags.start);
         sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
@@ -272,6 +273,30 @@ impl Engine {
     pub fn queued_tokens(&self) -> u64 {
         let waiting = self.waiting.iter().chain(&self.running).filter_map(|turn| self.sequences.get(&turn.seq));
         waiting.map(Sequence::to_prefill).map(u64::from).sum()
+    }
+
+    /// Positions of the tokens that are to be computed here, those of steps in flight included, one range for each prompt. Of a prompt that
+    /// waits, what the prefix cache held when it came, or what it waits for another to compute, does not count.
+    pub fn prompts(&self) -> impl Iterator<Item = Range<u32>> {
+        let here = self.waiting.iter().chain(&self.running).filter_map(|turn| self.sequences.get(&turn.seq));
+        here.filter_map(Sequence::to_compute)
+    }
+
+    /// Tokens of each sequence that gives tokens of its answer here, or will once its KV has arrived.
+    pub fn answers(&self) -> impl Iterator<Item = u32> {
+        let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        let giving = running.filter(|s| s.doomed.is_none() && s.start != Start::ComputeAndHold);
+        let arriving = self.receiving.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        giving.chain(arriving).map(Sequence::len)
+    }
+
+    /// Blocks that no sequence owns, less those that waiting sequences will take: what is left for others. Below 0 where there are not enough
+    /// even for those.
+    pub fn room(&self) -> i64 {
+        let BlockCounts { free, cached, .. } = self.counts();
+        let waiting = self.waiting.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        let wanted: i64 = waiting.map(|s| i64::from(self.pools.blocks_for(s.len() - s.expected.min(s.len())))).sum();
+        i64::from(free) + i64::from(cached) - wanted
     }
 
     /// Steps planned so far.

@@ -1,5 +1,7 @@
 //! One sequence: its tokens, how far they are computed, and what it owns.
 
+use std::ops::Range;
+
 use baton_kv_cache::{BlockName, BlockTable, LentTables, Prefix, Tables};
 use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
@@ -114,6 +116,8 @@ pub(crate) struct Sequence {
     pub doomed: Option<Doom>,
     /// Prompt tokens that its first computation found in the prefix cache; `None` before that.
     pub cached: Option<u32>,
+    /// Leading tokens that were in the prefix cache when it came, if it was looked up then.
+    pub expected: u32,
     /// Leading tokens of its prompt whose log probabilities were reported, or have none: the first. All, if none are asked
     /// for.
     pub scored: u32,
@@ -176,6 +180,7 @@ impl Sequence {
             flight: RowsInFlight::default(),
             doomed: None,
             cached: None,
+            expected: 0,
             scored,
             fresh: true,
             sealed: false,
@@ -230,6 +235,21 @@ impl Sequence {
             return 0;
         }
         Some(self.lacks()).filter(|lacks| *lacks > 1).unwrap_or(0)
+    }
+
+    /// Positions of the tokens that are still to be computed here before it can go on answering, those of steps in flight included.
+    pub fn to_compute(&self) -> Option<Range<u32>> {
+        let elsewhere = matches!(self.phase, Phase::Waiting) && self.start == Start::Receive;
+        if elsewhere || self.swapped.is_some() || self.doomed.is_some() {
+            return None;
+        }
+        let from = match self.phase {
+            Phase::Waiting => self.expected.max(self.leader.map_or(0, |leader| leader.shared)),
+            Phase::Running(_) => self.computed,
+            Phase::Receiving(_) | Phase::Held(_) => return None,
+        };
+        // The single token of a decode row does not count.
+        (from + 1 < self.len()).then(|| from..self.len())
     }
 
     /// Whether its next row must wait until the tokens that steps in flight sample are known.

@@ -1,11 +1,13 @@
 //! The latency model: how long work takes on a worker, learned from its steps while it runs. Pure: no clock, no I/O.
 //!
 //! - [`StepModel`] learns a worker's [`StepCost`] from its steps. How well it predicts them is a metric.
-//! - [`StepCost::step`] predicts one step from its [`StepWork`], [`StepCost::prompt`] what is missing of a prompt.
+//! - [`StepCost::step`] predicts one step from its [`StepWork`], [`StepCost::prompts`] what is missing of prompts.
 
 #![forbid(unsafe_code)]
 
+mod backlog;
 mod fit;
 mod step;
 
+pub use backlog::Backlog;
 pub use step::{StepCost, StepModel, StepWork};

@@ -31,6 +31,17 @@ impl StepWork {
         self
     }
 
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: StepWork) -> StepWork {
+        StepWork {
+            tokens: self.tokens.saturating_add(other.tokens),
+            pairs: self.pairs.saturating_add(other.pairs),
+            rows: self.rows.saturating_add(other.rows),
+            context: self.context.saturating_add(other.context),
+        }
+    }
+
     /// Adds a sequence that has `context` tokens.
     #[must_use]
     pub fn with_row(mut self, context: u64) -> StepWork {
@@ -77,14 +88,13 @@ impl StepCost {
         self.row * work.rows as f64 + self.context * work.context as f64
     }
 
-    /// How long a prompt of `tokens` tokens takes, of which the first `cached` need not be computed, in steps of at most `chunk` tokens.
-    /// Each of the steps also computes the decode rows of `beside`.
-    pub fn prompt(&self, cached: u64, tokens: u64, chunk: u64, beside: &StepWork) -> Duration {
-        let missing = tokens.saturating_sub(cached);
-        let steps = missing.div_ceil(chunk.max(1)) as f64;
-        let rows = if beside.rows > 0 { self.rows(beside) } else { 0.0 };
-        let own = self.token * missing as f64 + self.pair * pairs(tokens - missing, tokens) as f64;
-        seconds(steps * (self.chunk + rows) + own)
+    /// How long the prompts' tokens of `work` take, in steps of at most `chunk` tokens. Each of these steps also computes the decode rows of
+    /// `work`, once.
+    pub fn prompts(&self, work: &StepWork, chunk: u64) -> Duration {
+        let steps = work.tokens.div_ceil(chunk.max(1)) as f64;
+        seconds(
+            steps * (self.chunk + self.rows(work)) + self.token * work.tokens as f64 + self.pair * work.pairs as f64,
+        )
     }
 }
 
@@ -164,9 +174,10 @@ mod tests {
         };
         let decode = (0..64).fold(StepWork::default(), |work, _| work.with_row(2000));
         close(cost.step(&decode), COST.step(&decode));
-        let alone = StepWork::default();
-        close(cost.prompt(0, 10_000, 512, &alone), COST.prompt(0, 10_000, 512, &alone));
-        close(cost.prompt(9_000, 10_000, 512, &decode), COST.prompt(9_000, 10_000, 512, &decode));
+        let alone = StepWork::default().with_prompt(0, 10_000);
+        close(cost.prompts(&alone, 512), COST.prompts(&alone, 512));
+        let end = decode.with_prompt(9_000, 10_000);
+        close(cost.prompts(&end, 512), COST.prompts(&end, 512));
         let (rows, prompts) = learned().errors();
         assert!(rows.unwrap() < 0.05 && prompts.unwrap() < 0.05, "{rows:?} {prompts:?}");
     }
@@ -176,9 +187,9 @@ mod tests {
         let work = |from, to| StepWork::default().with_prompt(from, to).with_row(500);
         let beside = StepWork::default().with_row(500);
         let sum = COST.step(&work(300, 812)) + COST.step(&work(812, 1324)) + COST.step(&work(1324, 1500));
-        let whole = COST.prompt(300, 1500, 512, &beside);
+        let whole = COST.prompts(&beside.with_prompt(300, 1500), 512);
         assert!(sum.abs_diff(whole) < Duration::from_nanos(10), "{sum:?} {whole:?}");
-        assert_eq!(COST.prompt(1500, 1500, 512, &beside), Duration::ZERO, "nothing is left to compute");
+        assert_eq!(COST.prompts(&beside, 512), Duration::ZERO, "nothing is left to compute");
     }
 
     #[test]
@@ -195,7 +206,9 @@ mod tests {
     #[test]
     fn no_number_is_too_large() {
         let huge = StepCost { token: f64::MAX, ..COST };
-        assert_eq!(huge.prompt(0, u64::MAX, 1, &StepWork::default()), Duration::MAX);
+        assert_eq!(huge.prompts(&StepWork::default().with_prompt(0, u64::MAX), 1), Duration::MAX);
+        let most = StepWork::default().with_prompt(0, u64::MAX).with_row(u64::MAX);
+        assert_eq!(most.plus(most), StepWork { rows: 2, ..most });
         assert_eq!(pairs(0, u64::MAX), u64::MAX);
         assert_eq!((pairs(0, 3), pairs(2, 4)), (6, 7));
     }

@@ -6,7 +6,7 @@
 //!
 //! - [`Fleet`], [`Choice`]: the router's core. A fleet is all workers; a choice is one answer.
 //! - [`RequestMachine`]: one request's states, inputs and actions, recovery included.
-//! - [`Placement`]: which decode worker and which prefill worker a request gets; [`RoundRobin`] and [`LeastLoaded`].
+//! - [`Placement`]: which decode worker and which prefill worker a request gets; [`Predicted`], [`RoundRobin`] and [`LeastLoaded`].
 //! - [`TenantMeter`]: what one tenant may use; [`Gate`]: which waiting request begins next, in the order of a fair queue.
 //! - [`KvIndex`]: which worker holds which prefix, as workers say.
 //! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
@@ -24,10 +24,14 @@ mod router;
 mod tenants;
 
 pub use baton_kv_cache::{BlockName, Tally};
+pub use baton_latency::{Backlog, StepCost, StepWork};
 pub use fair::Ticket;
 pub use gate::{Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
-pub use placement::{Candidate, Held, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, RoundRobin};
+pub use placement::{
+    Candidate, Chosen, Held, LeastLoaded, Placed, Placement, PlacementError, PlacementInput, Predicted, RoundRobin,
+    Terms, Why,
+};
 pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{

@@ -5,6 +5,7 @@
 //! them.
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
 
@@ -17,15 +18,17 @@ pub struct Sent {
     pub to: Placed,
     /// Blocks of this beginning.
     pub blocks: u32,
+    /// How long ago.
+    pub age: Duration,
 }
 
 /// Names of prefixes, and where each was sent last. Bounded (I5): prefixes that were not sent again are forgotten first.
 #[derive(Clone, Debug)]
 pub struct Prefixes {
     /// Names sent since the last turnover. A turnover moves them to `old`.
-    young: HashMap<BlockName, Placed>,
+    young: HashMap<BlockName, (Placed, Instant)>,
     /// Names sent between the last two turnovers.
-    old: HashMap<BlockName, Placed>,
+    old: HashMap<BlockName, (Placed, Instant)>,
     /// Most names in `young`.
     most: usize,
 }
@@ -46,21 +49,22 @@ impl Prefixes {
 
     /// Where the longest known prefix was sent, and its blocks. A prefix of half the tokens or less is not worth deviating from placement in
     /// turn.
-    pub fn find(&self, names: &[BlockName]) -> Option<Sent> {
+    pub fn find(&self, names: &[BlockName], now: Instant) -> Option<Sent> {
         let known = |name: &BlockName| self.young.get(name).or_else(|| self.old.get(name));
         let half = names.len() / 2;
         let from_the_end = names.iter().enumerate().skip(half).rev();
-        let (at, to) = from_the_end.map(|(at, name)| (at, known(name))).find_map(|(at, to)| Some((at, *to?)))?;
-        Some(Sent { to, blocks: at as u32 + 1 })
+        let (at, (to, sent)) =
+            from_the_end.map(|(at, name)| (at, known(name))).find_map(|(at, to)| Some((at, *to?)))?;
+        Some(Sent { to, blocks: at as u32 + 1, age: now.saturating_duration_since(sent) })
     }
 
     /// Records that the prefixes with these names were sent to `placed`.
-    pub fn note(&mut self, names: &[BlockName], placed: Placed) {
+    pub fn note(&mut self, names: &[BlockName], placed: Placed, now: Instant) {
         for name in names {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
                 self.old = std::mem::take(&mut self.young);
             }
-            self.young.insert(*name, placed);
+            self.young.insert(*name, (placed, now));
         }
     }
 }
@@ -71,6 +75,10 @@ mod tests {
 
     use super::*;
 
+    fn now() -> Instant {
+        Instant::now()
+    }
+
     fn at(worker: u64) -> Placed {
         Placed { decode: WorkerId(worker), prefill: None }
     }
@@ -80,7 +88,7 @@ mod tests {
     }
 
     fn found(prefixes: &Prefixes, names: &[BlockName]) -> Option<Placed> {
-        prefixes.find(names).map(|sent| sent.to)
+        prefixes.find(names, now()).map(|sent| sent.to)
     }
 
     fn names(salt: &str, tokens: &[u32]) -> Vec<BlockName> {
@@ -90,8 +98,8 @@ mod tests {
     #[test]
     fn what_begins_alike_is_found_and_what_hardly_does_is_not() {
         let mut prefixes = Prefixes::new(100);
-        prefixes.note(&names("", &tokens(70)), at(1));
-        let find = |salt: &str, tokens: &[u32]| prefixes.find(&names(salt, tokens)).map(|sent| sent.to);
+        prefixes.note(&names("", &tokens(70)), at(1), now());
+        let find = |salt: &str, tokens: &[u32]| prefixes.find(&names(salt, tokens), now()).map(|sent| sent.to);
         assert_eq!(find("", &tokens(70)), Some(at(1)));
         assert_eq!(find("", &tokens(127)), Some(at(1)), "four of seven");
         assert_eq!(find("", &tokens(128)), None, "half of it");
@@ -115,8 +123,8 @@ mod tests {
     #[test]
     fn the_longest_and_the_latest_count() {
         let mut prefixes = Prefixes::new(100);
-        prefixes.note(&names("", &tokens(64)), at(1));
-        prefixes.note(&names("", &tokens(48)), at(2));
+        prefixes.note(&names("", &tokens(64)), at(1), now());
+        prefixes.note(&names("", &tokens(48)), at(2), now());
         assert_eq!(found(&prefixes, &names("", &tokens(48))), Some(at(2)));
         assert_eq!(found(&prefixes, &names("", &tokens(64))), Some(at(1)));
     }
@@ -127,8 +135,8 @@ mod tests {
         let mut prefixes = Prefixes::new(10);
         let name = |name: u64| [BlockName(name.into())];
         for at_ in 0..1000 {
-            prefixes.note(&name(at_), at(at_));
-            prefixes.note(&name(5000), at(5));
+            prefixes.note(&name(at_), at(at_), now());
+            prefixes.note(&name(5000), at(5), now());
             assert!(prefixes.young.len() <= 10 && prefixes.old.len() <= 10);
             assert_eq!(found(&prefixes, &name(5000)), Some(at(5)));
             assert_eq!(found(&prefixes, &name(at_.saturating_sub(8))), Some(at(at_.saturating_sub(8))));

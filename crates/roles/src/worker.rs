@@ -5,12 +5,13 @@
 //! after the next is planned.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, SwapRates, Time};
 use baton_handoff::TransferError;
-use baton_latency::{StepModel, StepWork};
+use baton_latency::{Backlog, StepModel, StepWork};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
@@ -262,6 +263,16 @@ impl<R: RoleCore> WorkerCore<R> {
         let mut load = Load { queued_tokens, ahead, ..Load::default() };
         self.recent.measure(&mut load, now);
         load
+    }
+
+    /// What it has to do, and what that costs, for who chooses workers.
+    pub fn backlog(&self) -> Backlog {
+        let prompt = |work: StepWork, range: Range<u32>| work.with_prompt(range.start.into(), range.end.into());
+        let prompts = self.engine.prompts().fold(StepWork::default(), prompt);
+        let work = self.engine.answers().fold(prompts, |work, tokens| work.with_row(tokens.into()));
+        let limits = self.engine.config();
+        let step_tokens = limits.chunk.max(limits.pack_tokens).min(limits.token_budget);
+        Backlog { work, room: self.engine.room(), step_tokens, cost: self.steps.cost() }
     }
 
     /// Launches another step if one more may be in flight and one can be planned. Otherwise waits for the oldest in

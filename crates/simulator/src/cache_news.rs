@@ -1,11 +1,11 @@
-//! Workers tell routers which blocks they hold, and each router's real index takes it in. News is late, and some is lost; connections break.
+//! Workers tell routers which blocks they hold and what they have to do, and each router's real index takes it in. News is late, and some is lost; connections break.
 //!
 //! The random numbers are of their own, so that faults elsewhere strike as they would without this.
 
 use std::collections::BTreeMap;
 
 use baton_engine::CacheChange;
-use baton_policy::{Followed, KvChange, Tally};
+use baton_policy::{Backlog, Followed, KvChange, Tally};
 use baton_roles::RoleCore;
 use baton_types::testing::Random;
 
@@ -76,11 +76,13 @@ impl World {
     }
 
     /// News reaches a router.
-    pub(crate) fn news(&mut self, link: Link, change: &KvChange) {
+    pub(crate) fn news(&mut self, link: Link, change: &KvChange, load: Backlog) {
+        let (now, routers) = (self.clock_now(Process::Router(link.0)), self.routers.len() as u32);
         let router = &mut self.routers[link.0];
         if !router.connected.contains(&link.1) {
             return;
         }
+        router.fleet.told(link.1, load, routers, now);
         let followed = router.index.follow(link.1, change);
         if followed != Followed::Yes {
             self.follows.open.remove(&link);
@@ -115,8 +117,9 @@ impl World {
         let (stored, removed) = (short(&change.stored), short(&change.removed));
         let change = KvChange { number: following.number, afresh, stored, removed, tally: Some(change.tally) };
         let (at, life) = (following.arrives, following.lives.0);
+        let load = self.links.get(&link).and_then(|connection| self.load_at(connection.to)).unwrap_or_default();
         if !lost {
-            self.events.plan(at, Event::News { link, life, change });
+            self.events.plan(at, Event::News { link, life, change, load });
         }
     }
 
@@ -166,6 +169,14 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_mut().map(Thread::change),
             Process::Decode(place) => self.decodes[place].thread.as_mut().map(Thread::change),
+            _ => None,
+        }
+    }
+
+    fn load_at(&self, process: Process) -> Option<Backlog> {
+        match process {
+            Process::Prefill(place) => self.prefills[place].thread.as_ref().map(|thread| thread.core.backlog()),
+            Process::Decode(place) => self.decodes[place].thread.as_ref().map(|thread| thread.core.backlog()),
             _ => None,
         }
     }

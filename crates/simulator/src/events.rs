@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use baton_membership::{FollowAction, RenewalInput};
-use baton_policy::{Broken, KvChange};
+use baton_policy::{Backlog, Broken, KvChange};
 use baton_types::WorkerId;
 
 use crate::control::Link;
@@ -96,11 +96,12 @@ pub(crate) enum Event {
         life: Life,
         worker: WorkerId,
     },
-    /// News of a worker's prefix cache.
+    /// News of a worker's prefix cache, and of its load.
     News {
         link: Link,
         life: Life,
         change: KvChange,
+        load: Backlog,
     },
     // Streams between routers and workers.
     Up {

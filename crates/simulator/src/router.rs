@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use baton_membership::Follow;
-use baton_policy::{Ask, Failure, Fleet, KvIndex, LeastLoaded, Placed, Placement, Probe, RoundRobin};
+use baton_policy::{Ask, Failure, Fleet, KvIndex, LeastLoaded, Placed, Placement, Predicted, Probe, RoundRobin};
 use baton_types::WorkerId;
 
 pub(crate) use choice::InFlight;
@@ -45,8 +45,11 @@ pub(crate) struct Router {
 
 impl Router {
     pub(crate) fn new(world: &mut World, place: Place, life: Life) -> Router {
-        let placement: Box<dyn Placement> =
-            if life.is_multiple_of(2) { Box::<RoundRobin>::default() } else { Box::<LeastLoaded>::default() };
+        let placement: Box<dyn Placement> = match life % 3 {
+            0 => Box::<RoundRobin>::default(),
+            1 => Box::<LeastLoaded>::default(),
+            _ => Box::new(Predicted::new(16)),
+        };
         let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,
@@ -74,7 +77,7 @@ impl Router {
     fn place_held(&mut self, ask: &Ask, request: u64, now: Instant) -> Result<Placed, Failure> {
         let held = self.index.find(&ask.names, 4, request as usize);
         self.index.mention(&ask.names);
-        self.fleet.place(ask, &held, now)
+        self.fleet.place(ask, &held, now).map(|chosen| chosen.placed)
     }
 }
 

@@ -350,7 +350,7 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
-            Event::News { link, change, .. } => self.news(link, &change),
+            Event::News { link, change, load, .. } => self.news(link, &change, load),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
             Event::Broken { link, made, broken } => return self.break_link(link, made, broken),

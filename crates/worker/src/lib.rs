@@ -16,7 +16,6 @@
 
 mod backend;
 mod budget;
-mod cache_news;
 mod choices;
 mod config;
 mod convert;
@@ -25,6 +24,7 @@ mod engine_thread;
 mod error;
 mod load;
 mod measure;
+mod news;
 mod node;
 mod pack;
 mod plan;

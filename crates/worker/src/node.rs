@@ -18,9 +18,9 @@ use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
-use crate::cache_news::CacheNews;
 use crate::door;
 use crate::load::{Ready, load};
+use crate::news::WorkerNews;
 use crate::report::Told;
 use crate::serving::Serving;
 use crate::settings::check_settings;
@@ -141,12 +141,12 @@ impl Node {
         let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
         let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
         let make = |commands| N::shell(&node, commands);
-        let cache = Arc::<CacheNews>::default();
-        let told = Told { signals: told, limits: keeps, cache: Arc::clone(&cache) };
+        let news = Arc::<WorkerNews>::default();
+        let told = Told { signals: told, limits: keeps, news: Arc::clone(&news) };
         let handle = engine_thread::start(core, runner, clock, timeout, told, make)?;
-        let news = Arc::clone(&cache);
-        tokio::spawn(async move { news.publish().await });
-        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), cache);
+        let publisher = Arc::clone(&news);
+        tokio::spawn(async move { publisher.publish().await });
+        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), news);
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }

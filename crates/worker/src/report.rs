@@ -8,7 +8,7 @@ use baton_runtime::metrics as names;
 use metrics::{counter, gauge};
 use tokio::sync::watch;
 
-use crate::cache_news::CacheNews;
+use crate::news::WorkerNews;
 use crate::signals::{Limits, Signals};
 
 /// Where the reports go.
@@ -22,8 +22,8 @@ pub(crate) struct Told {
     /// Autoscalers, and what a worker's load is measured by for them.
     pub signals: watch::Sender<Option<Signals>>,
     pub limits: Limits,
-    /// Routers, of the prefix cache.
-    pub cache: Arc<CacheNews>,
+    /// Routers, of the prefix cache and of what there is to do.
+    pub news: Arc<WorkerNews>,
 }
 
 impl Reporter {
@@ -40,7 +40,7 @@ impl Reporter {
 
     /// Tells what entered and left the prefix cache. Once a turn is enough.
     pub(crate) fn report_cache<R: RoleCore>(&self, core: &mut WorkerCore<R>) {
-        self.told.cache.note(core.take_cache_changes());
+        self.told.news.note(core.take_cache_changes());
     }
 
     /// Publishes how well the time of steps is predicted.
@@ -55,7 +55,8 @@ impl Reporter {
 
     /// Publishes how loaded the worker is. Once a turn is enough.
     pub(crate) fn report_load<R: RoleCore>(&self, core: &WorkerCore<R>, now: Time) {
-        let Told { signals: told, limits, .. } = &self.told;
+        let Told { signals: told, limits, news } = &self.told;
+        news.load(core.backlog());
         let signals = Signals::new(&core.snapshot(), &core.load(now), *limits);
         if *told.borrow() != Some(signals) {
             gauge!(names::LOAD).set(signals.load);

@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 
 use baton_roles::Snapshot;
 
-use crate::cache_news::{CacheNews, WorkerEvents};
+use crate::news::{WorkerEvents, WorkerNews};
 
 /// Lists a prefill worker's peers and the transports to each.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
@@ -22,7 +22,7 @@ pub struct WorkerService {
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// Unset for a role that writes to no peer.
     peers: Arc<OnceLock<Peers>>,
-    cache: Arc<CacheNews>,
+    news: Arc<WorkerNews>,
 }
 
 impl WorkerService {
@@ -30,14 +30,14 @@ impl WorkerService {
         id: WorkerId,
         role: &'static str,
         snapshot: watch::Receiver<Snapshot>,
-        cache: Arc<CacheNews>,
+        news: Arc<WorkerNews>,
     ) -> WorkerService {
-        WorkerService { id, role, snapshot, peers: Arc::default(), cache }
+        WorkerService { id, role, snapshot, peers: Arc::default(), news }
     }
 
     /// Ends its streams.
     pub(crate) fn end(&self) {
-        self.cache.end();
+        self.news.end();
     }
 
     /// Adds what `peers` returns to the worker's status from now on.
@@ -52,7 +52,7 @@ impl worker_server::Worker for WorkerService {
     type FollowStream = WorkerEvents;
 
     async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
-        Arc::clone(&self.cache).follow().map(Response::new)
+        Arc::clone(&self.news).follow().map(Response::new)
     }
 
     async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {

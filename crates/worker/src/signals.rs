@@ -99,7 +99,7 @@ async fn tell(State(signals): State<watch::Receiver<Option<Signals>>>) -> Respon
 pub(crate) fn unheard() -> crate::report::Told {
     let second = Duration::from_secs(1);
     let limits = Limits { ttft: second, itl: second, max_running: 1 };
-    crate::report::Told { signals: watch::Sender::new(None), limits, cache: Default::default() }
+    crate::report::Told { signals: watch::Sender::new(None), limits, news: Default::default() }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! Follows what a worker says of its prefix cache.
+//! Follows what a worker says of its prefix cache and of its load.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use baton_policy::{Followed, KvChange, Tally};
+use baton_policy::{Backlog, Followed, KvChange, StepCost, StepWork, Tally};
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::v1::{self, worker_event::Event};
 use baton_types::WorkerId;
@@ -69,7 +69,14 @@ async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChanne
 /// Reads events until the stream ends, or is to be opened again. `None`: the router has ended.
 async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Streaming<v1::WorkerEvent>) -> Option<()> {
     while let Ok(Some(v1::WorkerEvent { event })) = events.message().await {
-        let Some(Event::Cache(event)) = event else { continue };
+        let event = match event {
+            Some(Event::Cache(event)) => event,
+            Some(Event::Load(event)) => {
+                workers.upgrade()?.told(worker, backlog(&event), event.followers);
+                continue;
+            }
+            None => continue,
+        };
         let Some(change) = change(event) else {
             tracing::warn!(%worker, "its names of blocks are not 16 bytes each; it is read again");
             break;
@@ -92,6 +99,16 @@ async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> F
     }
     let taken = tokio::task::spawn_blocking(move || workers.held.follow(worker, change));
     taken.await.unwrap_or(Followed::Gap)
+}
+
+/// What a worker says it has to do. What no cost can be counts as 0: unknown.
+fn backlog(event: &v1::LoadEvent) -> Backlog {
+    let v1::LoadEvent { tokens, pairs, rows, context, room, step_tokens, cost, followers: _ } = *event;
+    let v1::StepCost { base, row, context: read, chunk, token, pair } = cost.unwrap_or_default();
+    let [base, row, read, chunk, token, pair] =
+        [base, row, read, chunk, token, pair].map(|cost| if cost.is_finite() { cost.max(0.0) } else { 0.0 });
+    let cost = StepCost { base, row, context: read, chunk, token, pair };
+    Backlog { work: StepWork { tokens, pairs, rows, context }, room, step_tokens, cost }
 }
 
 /// `None`: a name is not whole.

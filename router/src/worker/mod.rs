@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, BlockName, Capacity, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed, Placement, RoundRobin,
-    Verdict,
+    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed,
+    Placement, Predicted, RoundRobin, Verdict,
 };
 use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
@@ -99,8 +99,9 @@ impl std::fmt::Debug for Workers {
 impl Workers {
     /// A table without workers.
     pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
-        let RouterConfig { placement, worker_timeout, fair_window, .. } = *config;
+        let RouterConfig { placement, local_prompt, worker_timeout, fair_window, .. } = *config;
         let placement: Box<dyn Placement> = match placement {
+            PlacementKind::Predicted => Box::new(Predicted::new(local_prompt)),
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
@@ -224,7 +225,7 @@ impl Workers {
     }
 
     /// Chooses workers for a request.
-    pub fn place(&self, ask: &Ask) -> Result<Placed, Failure> {
+    pub fn place(&self, ask: &Ask) -> Result<Chosen, Failure> {
         let held = self.held.find(&ask.names, self.turn.fetch_add(1, Ordering::Relaxed));
         self.fleet().place(ask, &held, Instant::now().into_std())
     }
@@ -243,16 +244,21 @@ impl Workers {
         }
     }
 
-    /// Records that these workers have the KV of the prefixes with these names.
-    pub fn note(&self, placed: Placed, names: &[BlockName]) {
-        self.fleet().note(placed, names);
+    /// Records that these workers have the KV of the prefixes with these names, after an answer of so many tokens.
+    pub fn note(&self, placed: Placed, names: &[BlockName], answer: u32) {
+        self.fleet().note(placed, names, answer, Instant::now().into_std());
+    }
+
+    /// A worker says what it has to do.
+    fn told(&self, worker: WorkerId, backlog: Backlog, routers: u32) {
+        self.fleet().told(worker, backlog, routers, Instant::now().into_std());
     }
 
     /// The connection to a worker. It counts as a request in flight until it is dropped.
     pub fn link(self: &Arc<Self>, worker: WorkerId) -> Result<WorkerLink, LegEnd> {
         // Every worker of the fleet has a connection, so this worker has left.
         let channel = self.table().channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
-        let lease = self.fleet().lease(worker)?;
+        let lease = self.fleet().lease(worker, Instant::now().into_std())?;
         Ok(WorkerLink::new(Arc::clone(self), channel, lease))
     }
 }

@@ -3,18 +3,21 @@
 //! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. [`Eligible`]
 //! alone decides which workers may run a request. Implementations only choose among those.
 
+mod predicted;
 mod turns;
 
+use baton_latency::Backlog;
 use baton_membership::Role;
 use baton_types::{BatonError, ErrorKind, WorkerId};
 
 use crate::kv_index::Holder;
 use crate::prefixes::Sent;
 
+pub use predicted::Predicted;
 pub use turns::{LeastLoaded, RoundRobin};
 
 /// One worker, as placement sees it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate<'a> {
     /// Which worker.
     pub id: WorkerId,
@@ -28,6 +31,8 @@ pub struct Candidate<'a> {
     pub draining: bool,
     /// Requests this router has running on it.
     pub in_flight: u32,
+    /// What it has to do, as it says, and what was sent to it since; `None`: it says nothing.
+    pub load: Option<Backlog>,
 }
 
 /// The request to place.
@@ -43,6 +48,12 @@ pub struct PlacementInput<'a> {
     pub avoid: &'a [WorkerId],
     /// Prefill and decode workers between which no handoff is to be placed.
     pub apart: &'a [(WorkerId, WorkerId)],
+    /// Tokens of the prompt.
+    pub tokens: u32,
+    /// Tokens that the answer is expected to have.
+    pub answer: u32,
+    /// Tokens of a block.
+    pub block_size: u32,
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
     pub held: Held<'a>,
     /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
@@ -80,6 +91,61 @@ pub struct Placed {
     pub prefill: Option<WorkerId>,
 }
 
+/// Where a request runs, and why there.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Chosen {
+    /// Where.
+    pub placed: Placed,
+    /// `None`: nothing was predicted.
+    pub why: Option<Why>,
+}
+
+/// Why a request was placed where it was.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Why {
+    /// What is predicted there.
+    pub terms: Terms,
+    /// The best of the other options.
+    pub next: Option<(Placed, Terms)>,
+    /// Number of options.
+    pub considered: u32,
+}
+
+/// What is predicted for a request, in seconds.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Terms {
+    /// Until the decode worker has blocks for it.
+    pub room: f64,
+    /// Until the prompts before it are computed.
+    pub queue: f64,
+    /// Computing what is not cached of its prompt.
+    pub compute: f64,
+    /// From one token of the answer to the next.
+    pub token: f64,
+    /// The expected tokens of the answer.
+    pub answer: f64,
+    /// What others wait longer for it, all together.
+    pub others: f64,
+}
+
+impl Terms {
+    /// The time to the first token.
+    pub fn first_token(&self) -> f64 {
+        self.room + self.queue + self.compute
+    }
+
+    /// What is least where the request is placed.
+    pub fn sum(&self) -> f64 {
+        self.first_token() + self.answer + self.others
+    }
+}
+
+impl From<Placed> for Chosen {
+    fn from(placed: Placed) -> Chosen {
+        Chosen { placed, why: None }
+    }
+}
+
 /// No worker can take the request.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PlacementError {
@@ -112,7 +178,12 @@ pub trait Placement: Send {
     /// Chooses a decode worker. If the request is to be split and a prefill worker of the same layout is alive, chooses that
     /// too. Never chooses workers that are draining, serve another model or are in `request.avoid`. A pinned decode worker
     /// (`request.decode`) is kept even if it is draining or in `request.avoid`.
-    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError>;
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError>;
+
+    /// So many workers of each role are enough to choose from, beside those that hold the prompt.
+    fn looks_at(&self) -> usize {
+        usize::MAX
+    }
 }
 
 /// The workers that may run a request.

@@ -1,10 +1,14 @@
 //! What all placements have in common, and how they differ.
 
+use std::time::Duration;
+
+use baton_latency::{StepCost, StepWork};
+
 use super::turns::ROOM;
 use super::*;
 
 fn worker(id: u64, role: Role) -> Candidate<'static> {
-    Candidate { id: WorkerId(id), role, model: "m", layout: 1, draining: false, in_flight: 0 }
+    Candidate { id: WorkerId(id), role, model: "m", layout: 1, draining: false, in_flight: 0, load: None }
 }
 
 fn view() -> Vec<Candidate<'static>> {
@@ -19,6 +23,9 @@ fn view() -> Vec<Candidate<'static>> {
 
 const ASK: PlacementInput<'static> = PlacementInput {
     model: "m",
+    tokens: 100,
+    answer: 100,
+    block_size: 16,
     split: true,
     decode: None,
     avoid: &[],
@@ -29,10 +36,18 @@ const ASK: PlacementInput<'static> = PlacementInput {
 
 /// Every implementation, for tests of their common behaviour.
 fn all() -> Vec<Box<dyn Placement>> {
+    let mut all = in_turn();
+    all.push(Box::new(Predicted::new(0)));
+    all
+}
+
+/// Those that know no load.
+fn in_turn() -> Vec<Box<dyn Placement>> {
     vec![Box::<RoundRobin>::default(), Box::<LeastLoaded>::default()]
 }
 
-fn ids(placed: Placed) -> (u64, Option<u64>) {
+fn ids(chosen: Chosen) -> (u64, Option<u64>) {
+    let placed = chosen.placed;
     (placed.decode.0, placed.prefill.map(|p| p.0))
 }
 
@@ -52,10 +67,10 @@ fn round_robin_gives_each_worker_its_turn_whatever_the_order_of_the_view() {
 fn a_worker_that_leaves_does_not_upset_the_turn() {
     let mut policy = RoundRobin::default();
     let mut view = view();
-    assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 11);
+    assert_eq!(policy.place(&view, &ASK).unwrap().placed.decode.0, 11);
     view.retain(|c| c.id.0 != 11);
-    assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 12);
-    assert_eq!(policy.place(&view, &ASK).unwrap().decode.0, 13);
+    assert_eq!(policy.place(&view, &ASK).unwrap().placed.decode.0, 12);
+    assert_eq!(policy.place(&view, &ASK).unwrap().placed.decode.0, 13);
 }
 
 #[test]
@@ -100,9 +115,13 @@ fn a_pinned_decode_worker_stays_and_only_prefill_is_chosen() {
 /// The choices of one request, and the next turn of a conversation, go to the workers that have their KV.
 #[test]
 fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
-    for mut policy in all() {
+    for mut policy in in_turn() {
         let mut view = view();
-        let sent = Some(Sent { to: Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) }, blocks: 1 });
+        let sent = Some(Sent {
+            to: Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) },
+            blocks: 1,
+            age: Duration::ZERO,
+        });
         for _ in 0..3 {
             assert_eq!(ids(policy.place(&view, &PlacementInput { sent, ..ASK }).unwrap()), (12, Some(2)));
         }
@@ -121,12 +140,12 @@ fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
 /// What workers say that they hold counts for more than where prompts were sent.
 #[test]
 fn the_worker_that_holds_most_is_taken_where_it_has_room() {
-    for mut policy in all() {
+    for mut policy in in_turn() {
         let mut view = view();
         let holder = |id, blocks| Holder { worker: WorkerId(id), blocks };
         let by = [holder(13, 9), holder(2, 8), holder(12, 6), holder(11, 5)];
         let to = Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) };
-        let (held, sent) = (Held { blocks: 10, by: &by }, Some(Sent { to, blocks: 6 }));
+        let (held, sent) = (Held { blocks: 10, by: &by }, Some(Sent { to, blocks: 6, age: Duration::ZERO }));
         let ask = PlacementInput { held, sent, ..ASK };
         assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(2)));
         view[4].in_flight = ROOM + 1;
@@ -137,17 +156,17 @@ fn the_worker_that_holds_most_is_taken_where_it_has_room() {
             "the next that holds most; where it was sent"
         );
         view[3].draining = true;
-        assert_eq!(policy.place(&view, &ask).unwrap().decode.0, 11, "half is not enough, but it was sent there");
-        let whole = Some(Sent { to, blocks: 10 });
+        assert_eq!(policy.place(&view, &ask).unwrap().placed.decode.0, 11, "half is not enough, but it was sent there");
+        let whole = Some(Sent { to, blocks: 10, age: Duration::ZERO });
         view[4].in_flight = 0;
         assert_eq!(
-            policy.place(&view, &PlacementInput { sent: whole, ..ask }).unwrap().decode.0,
+            policy.place(&view, &PlacementInput { sent: whole, ..ask }).unwrap().placed.decode.0,
             11,
             "it computes all of it"
         );
         view[4].in_flight = ROOM + 1;
         let ask = PlacementInput { sent: None, ..ask };
-        let placed = [(); 2].map(|()| policy.place(&view, &ask).unwrap().decode.0);
+        let placed = [(); 2].map(|()| policy.place(&view, &ask).unwrap().placed.decode.0);
         assert!(placed.contains(&11), "in turn: {placed:?}");
     }
 }
@@ -156,7 +175,7 @@ fn the_worker_that_holds_most_is_taken_where_it_has_room() {
 fn aggregated_requests_get_no_prefill_worker() {
     for mut policy in all() {
         let placed = policy.place(&view(), &PlacementInput { split: false, ..ASK }).unwrap();
-        assert_eq!(placed.prefill, None);
+        assert_eq!(placed.placed.prefill, None);
     }
 }
 
@@ -173,4 +192,94 @@ fn an_error_says_why_nobody_can() {
         let text = policy.place(&draining, &ASK).unwrap_err().to_string();
         assert!(text.contains("3 draining"), "{text}");
     }
+}
+
+/// What a worker says: it has so much to do, and room for all.
+fn load(work: StepWork) -> Option<Backlog> {
+    let cost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 5e-5, pair: 0.0 };
+    Some(Backlog { work, room: 10_000, step_tokens: 512, cost })
+}
+
+fn loaded() -> Vec<Candidate<'static>> {
+    let mut view = view();
+    view.iter_mut().for_each(|worker| worker.load = load(StepWork::default()));
+    view
+}
+
+const LONG: PlacementInput<'static> = PlacementInput { tokens: 4000, ..ASK };
+
+fn queue(tokens: u64) -> Option<Backlog> {
+    load(StepWork::default().with_prompt(0, tokens))
+}
+
+fn rows(rows: u64) -> Option<Backlog> {
+    load((0..rows).fold(StepWork::default(), |work, _| work.with_row(2000)))
+}
+
+#[test]
+fn a_prompt_goes_where_it_is_computed_first() {
+    let (mut policy, mut view) = (Predicted::new(0), loaded());
+    (view[0].load, view[1].load) = (queue(3000), queue(1000));
+    let place = |policy: &mut Predicted, view: &[_], ask: &_| ids(policy.place(view, ask).unwrap()).1;
+    assert_eq!(place(&mut policy, &view, &LONG), Some(2), "the shorter queue");
+    let by = [Holder { worker: WorkerId(1), blocks: 240 }];
+    let held = PlacementInput { held: Held { blocks: 250, by: &by }, ..LONG };
+    assert_eq!(place(&mut policy, &view, &held), Some(1), "who holds it has less to compute");
+    view[0].load = queue(12_000);
+    assert_eq!(place(&mut policy, &view, &held), Some(2), "the queue is longer than that");
+    let (decode, prefill) = (WorkerId(11), Some(WorkerId(2)));
+    let sent = |age| Some(Sent { to: Placed { decode, prefill }, blocks: 240, age });
+    (view[0].load, view[1].load) = (queue(1000), queue(3000));
+    let ask = PlacementInput { sent: sent(Duration::from_secs(1)), ..LONG };
+    assert_eq!(place(&mut policy, &view, &ask), Some(2), "it is being computed there");
+    let ask = PlacementInput { sent: sent(Duration::from_secs(60)), ..LONG };
+    assert_eq!(place(&mut policy, &view, &ask), Some(1), "it would say so by now");
+}
+
+#[test]
+fn an_answer_goes_where_its_tokens_come_fastest_and_there_is_room() {
+    let (mut policy, mut view) = (Predicted::new(0), loaded());
+    (view[2].load, view[3].load, view[4].load) = (rows(40), rows(10), rows(30));
+    let place = |policy: &mut Predicted, view: &[_]| policy.place(view, &LONG).unwrap();
+    let chosen = place(&mut policy, &view);
+    assert_eq!(chosen.placed.decode.0, 12);
+    let why = chosen.why.unwrap();
+    assert!((why.terms.token - 0.01261).abs() < 1e-4, "{why:?}");
+    assert!(why.terms.room == 0.0 && why.next.unwrap().1.sum() > why.terms.sum() / 1.02 && why.considered == 6);
+    view[3].load.as_mut().unwrap().room = -3000;
+    let chosen = place(&mut policy, &view);
+    assert_eq!(chosen.placed.decode.0, 13, "not where it would wait for blocks");
+    view.iter_mut().for_each(|worker| worker.load.as_mut().unwrap().room = 50);
+    let waits = place(&mut policy, &view).why.unwrap().terms;
+    assert!(waits.room > 0.0 && waits.first_token() > waits.room, "{waits:?}");
+}
+
+#[test]
+fn a_short_prompt_is_computed_where_it_is_answered_if_that_is_soonest() {
+    let (mut policy, mut view) = (Predicted::new(256), loaded());
+    let short = PlacementInput { tokens: 200, ..LONG };
+    (view[0].load, view[1].load) = (queue(3000), queue(3000));
+    let place = |policy: &mut Predicted, view: &[_], ask: &_| ids(policy.place(view, ask).unwrap()).1;
+    assert_eq!(place(&mut policy, &view, &short), None, "nothing is queued at the decode workers");
+    assert!(place(&mut policy, &view, &PlacementInput { tokens: 257, ..short }).is_some(), "too long for that");
+    let pinned = PlacementInput { decode: Some(WorkerId(11)), ..short };
+    assert!(place(&mut policy, &view, &pinned).is_some(), "it waits for KV");
+    view[2..].iter_mut().for_each(|decode| decode.load = rows(64));
+    assert!(place(&mut policy, &view, &short).is_some(), "many answers would wait for it");
+    assert!(place(&mut Predicted::new(0), &loaded(), &short).is_some());
+}
+
+/// Workers that have learned nothing, or say nothing, are taken for like the others.
+#[test]
+fn unknown_workers_are_neither_shunned_nor_flooded() {
+    let (mut policy, mut view) = (Predicted::new(0), view());
+    let mut seen = std::collections::BTreeSet::new();
+    seen.extend((0..60).map(|_| ids(policy.place(&view, &LONG).unwrap())));
+    assert_eq!(seen.len(), 6, "equals take turns: {seen:?}");
+    view[2].in_flight = 30;
+    view[3].load = load(StepWork::default());
+    view[3].load.as_mut().unwrap().cost = StepCost::default();
+    view[4].load = rows(20);
+    let placed = [(); 20].map(|()| policy.place(&view, &LONG).unwrap().placed.decode.0);
+    assert_eq!(placed, [12; 20], "it has nothing to do, and costs what the others do");
 }

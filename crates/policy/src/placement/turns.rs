@@ -2,7 +2,7 @@
 
 use baton_types::WorkerId;
 
-use super::{Candidate, Eligible, Placed, Placement, PlacementError, PlacementInput};
+use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput};
 
 /// The worker that had the last turn, for each role.
 #[derive(Clone, Debug, Default)]
@@ -51,7 +51,7 @@ fn place_in_turn(
     view: &[Candidate<'_>],
     request: &PlacementInput<'_>,
     narrow: Narrow,
-) -> Result<Placed, PlacementError> {
+) -> Result<Chosen, PlacementError> {
     let eligible = Eligible { view, request };
     let choices = eligible.decode()?;
     // A worker that the request has already, or that is preferred for its KV, does not use up a turn.
@@ -66,7 +66,7 @@ fn place_in_turn(
     let choices = eligible.prefill(decode);
     let prefill =
         nearest(&choices, request, |sent| sent.prefill).or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
-    Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) })
+    Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) }.into())
 }
 
 /// Takes workers in turn, separately for each role.
@@ -76,7 +76,7 @@ pub struct RoundRobin {
 }
 
 impl Placement for RoundRobin {
-    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
         place_in_turn(&mut self.turns, view, request, |choices| choices)
     }
 }
@@ -88,7 +88,7 @@ pub struct LeastLoaded {
 }
 
 impl Placement for LeastLoaded {
-    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Placed, PlacementError> {
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
         place_in_turn(&mut self.turns, view, request, |choices| {
             let least = choices.iter().map(|c| c.in_flight).min();
             choices.into_iter().filter(|c| Some(c.in_flight) == least).collect()

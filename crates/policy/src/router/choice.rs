@@ -157,6 +157,8 @@ pub enum Effect {
         placed: Placed,
         /// Names of the blocks of prompt and answer.
         names: Vec<BlockName>,
+        /// Tokens of the answer.
+        answer: u32,
     },
     /// The answer is complete. The last effect.
     Finish {
@@ -429,7 +431,10 @@ impl Choice {
         match action {
             Action::Place { decode, split } => {
                 let (avoid, names) = (self.machine.avoid().to_vec(), Arc::clone(&self.request.names));
-                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names }));
+                let emitted = self.machine.emitted().len() as u32;
+                let tokens = self.request.prompt.len() as u32 + emitted;
+                let most = self.request.limits.max_tokens.saturating_sub(emitted);
+                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most }));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();
@@ -467,7 +472,8 @@ impl Choice {
                     if !self.request.scored {
                         let NewRequest { cache_salt, block_size, names, .. } = &self.request;
                         let names = Prefixes::names(cache_salt, *block_size, names, &self.sequence_so_far());
-                        self.todo.push_back(Effect::Note { placed, names });
+                        let answer = self.machine.emitted().len() as u32;
+                        self.todo.push_back(Effect::Note { placed, names, answer });
                     }
                 }
                 self.todo.push_back(Effect::Finish { reason, cached_tokens });

@@ -9,15 +9,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
+use baton_latency::{Backlog, StepWork};
 use baton_membership::{Member, Role, View};
-use baton_types::{BatonError, WorkerId, hash_bytes};
+use baton_types::{BatonError, ErrorKind, WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
+use super::load::Load;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
 use crate::kv_index::Holder;
-use crate::placement::{Candidate, Held, Placed, Placement, PlacementInput};
+use crate::placement::{Candidate, Chosen, Held, Placed, Placement, PlacementInput};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
 
@@ -25,6 +27,10 @@ use crate::request::Failure;
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
 /// Least number of prefix names whose place is remembered, and half the most (I5). This covers a million tokens.
 const PREFIXES: usize = 1 << 16;
+/// Tokens of an answer, before one was given.
+const FIRST_ANSWER: f64 = 200.0;
+/// How fast the expected length of an answer follows.
+const ANSWER_FOLLOWS: f64 = 0.02;
 /// Tokens of a block, unless a worker is set otherwise.
 const USUAL_BLOCK: u32 = 16;
 
@@ -36,8 +42,15 @@ pub struct Fleet {
     placement: Box<dyn Placement>,
     prefixes: Prefixes,
     outliers: Outliers,
+    /// Expected tokens of an answer: a moving mean.
+    answer: f64,
+    /// Workers of the model by role, prefill first, in the order of their ids.
+    roles: [Vec<WorkerId>; 2],
+    block_size: u32,
     /// Number of joins so far.
     joined: u64,
+    /// Number of placements so far.
+    placements: u64,
 }
 
 #[derive(Debug)]
@@ -49,6 +62,7 @@ struct Worker {
     lost: bool,
     /// The worker itself said that it drains. Its registration may say so later, or never (I7).
     draining: bool,
+    load: Load,
 }
 
 /// The request to place.
@@ -62,6 +76,10 @@ pub struct Ask {
     pub avoid: Vec<WorkerId>,
     /// Names of the prompt's blocks ([`Prefixes::names`]).
     pub names: Arc<[BlockName]>,
+    /// Tokens of the prompt, and of the answer so far.
+    pub tokens: u32,
+    /// Most tokens that the answer may still have.
+    pub most: u32,
 }
 
 /// The workers that joined and left with a view.
@@ -139,7 +157,9 @@ impl Fleet {
     pub fn new(model: &str, placement: Box<dyn Placement>) -> Fleet {
         let (view, workers) = (Arc::default(), BTreeMap::new());
         let (prefixes, outliers) = (Prefixes::new(PREFIXES), Outliers::default());
-        Fleet { model: model.to_owned(), view, workers, placement, prefixes, outliers, joined: 0 }
+        let (model, answer, roles) = (model.to_owned(), FIRST_ANSWER, Default::default());
+        let (block_size, joined, placements) = (USUAL_BLOCK, 0, 0);
+        Fleet { model, view, workers, placement, prefixes, outliers, answer, roles, block_size, joined, placements }
     }
 
     /// Takes over a new view and returns what changed.
@@ -155,13 +175,18 @@ impl Fleet {
         for member in view.members.iter().filter(|m| works(m)) {
             if !self.workers.contains_key(&member.id) {
                 self.joined += 1;
-                let in_flight = Arc::default();
-                self.workers.insert(member.id, Worker { joined: self.joined, in_flight, lost: false, draining: false });
+                let (joined, in_flight, load) = (self.joined, Arc::default(), Load::default());
+                self.workers.insert(member.id, Worker { joined, in_flight, lost: false, draining: false, load });
                 changes.joined.push(member.clone());
             }
         }
         changes.left.iter().for_each(|id| self.outliers.forget(*id));
+        self.roles = [Role::Prefill, Role::Decode].map(|role| {
+            let serves = |m: &&Member| m.role == role && m.model == self.model;
+            view.members.iter().filter(serves).map(|m| m.id).collect()
+        });
         self.view = view;
+        self.block_size = self.usual_block_size();
         changes
     }
 
@@ -175,28 +200,88 @@ impl Fleet {
     ///
     /// # Errors
     /// Why no worker can take the request.
-    pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Placed, Failure> {
+    pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Chosen, Failure> {
+        self.placements = self.placements.wrapping_add(1);
+        let block_size = self.block_size();
+        let some = self.some(held, ask);
         let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
-        let (sent, apart) = (prefixes.find(&ask.names), &outliers.apart(now));
+        let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
-        let input =
-            PlacementInput { model, split: ask.split, decode: ask.decode, avoid: &ask.avoid, sent, held, apart };
-        let there = |id, worker: &Worker| !worker.lost || ask.decode == Some(id);
+        let answer = (self.answer as u32).min(ask.most);
+        let Ask { split, decode, tokens, .. } = *ask;
+        let avoid = &ask.avoid;
+        let input = PlacementInput { model, split, decode, avoid, tokens, answer, block_size, sent, held, apart };
+        let there = |id, worker: &Worker| !worker.lost || decode == Some(id);
         let well = |id, worker: &Worker| {
-            there(id, worker) && (outliers.allows(Subject::Worker(id), now) || ask.decode == Some(id))
+            there(id, worker) && (outliers.allows(Subject::Worker(id), now) || decode == Some(id))
         };
-        let placed = placement.place(&candidates(view, workers, well), &input);
-        let placed = placed.or_else(|_| placement.place(&candidates(view, workers, there), &input));
-        let placed = placed.or_else(|_| placement.place(&candidates(view, workers, |_, _| true), &input));
-        let placed = placed.map_err(|e| Failure::new(e.kind(), e.to_string()))?;
-        let Placed { decode, prefill } = placed;
+        let mut placed = some.map(|some| {
+            let members = some.iter().filter_map(|id| view.get(*id));
+            placement.place(&candidates(members, workers, well), &input)
+        });
+        // Those that were looked at may all be unfit.
+        if placed.as_ref().is_none_or(Result::is_err) {
+            let all = || view.members.iter();
+            let first = placement.place(&candidates(all(), workers, well), &input);
+            let second = first.or_else(|_| placement.place(&candidates(all(), workers, there), &input));
+            placed = Some(second.or_else(|_| placement.place(&candidates(all(), workers, |_, _| true), &input)));
+        }
+        let chosen = placed.map_or(Err(Failure::new(ErrorKind::Unavailable, "no workers")), |placed| {
+            placed.map_err(|e| Failure::new(e.kind(), e.to_string()))
+        })?;
+        let Placed { decode, prefill } = chosen.placed;
         outliers.placed(Subject::Worker(decode), now);
         if let Some(prefill) = prefill {
             outliers.placed(Subject::Worker(prefill), now);
             outliers.placed(Subject::Pair { prefill, decode }, now);
         }
-        prefixes.note(&ask.names, placed);
-        Ok(placed)
+        prefixes.note(&ask.names, chosen.placed, now);
+        self.count(ask, chosen.placed, &held, answer, now);
+        Ok(chosen)
+    }
+
+    /// Workers that are worth a look, where there are more than placement needs.
+    fn some(&self, held: &[Holder], ask: &Ask) -> Option<BTreeSet<WorkerId>> {
+        let most = self.placement.looks_at();
+        if self.roles.iter().all(|role| role.len() <= most.saturating_mul(2)) {
+            return None;
+        }
+        let mut some: BTreeSet<WorkerId> = held.iter().map(|holder| holder.worker).chain(ask.decode).collect();
+        for role in self.roles.iter().filter(|role| !role.is_empty()) {
+            let mut at = self.placements;
+            for _ in 0..most {
+                // SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+                at = at.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let mixed = (at ^ at >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                some.insert(role[(mixed ^ mixed >> 27) as usize % role.len()]);
+            }
+        }
+        Some(some)
+    }
+
+    /// Counts a request that was placed in the loads of its workers.
+    fn count(&mut self, ask: &Ask, placed: Placed, held: &Held<'_>, answer: u32, now: Instant) {
+        let size = self.block_size();
+        let there = |id| held.by.iter().find(|holder| holder.worker == id).map_or(0, |holder| holder.blocks);
+        let prompt = |id| {
+            let cached = there(id).saturating_mul(size).min(ask.tokens.saturating_sub(1));
+            StepWork::default().with_prompt(cached.into(), ask.tokens.into())
+        };
+        if let Some((id, worker)) = placed.prefill.and_then(|id| Some((id, self.workers.get_mut(&id)?))) {
+            worker.load.sent(prompt(id), 0, now);
+        }
+        if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
+            let own = if placed.prefill.is_none() { prompt(placed.decode) } else { StepWork::default() };
+            let blocks = (ask.tokens + answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
+            worker.load.sent(own.with_row(ask.tokens.into()), blocks, now);
+        }
+    }
+
+    /// A worker says what it has to do, and how many routers hear it.
+    pub fn told(&mut self, worker: WorkerId, backlog: Backlog, routers: u32, now: Instant) {
+        if let Some(worker) = self.workers.get_mut(&worker) {
+            worker.load.told(backlog, routers, now);
+        }
     }
 
     /// Takes in how a request fared on a worker, or between two. Those that do worse than others are ejected for a while.
@@ -218,17 +303,19 @@ impl Fleet {
         self.outliers.judge(verdict, &equals, now)
     }
 
-    /// Records that these workers have the KV of the prefixes with these names.
-    pub fn note(&mut self, placed: Placed, names: &[BlockName]) {
-        self.prefixes.note(names, placed);
+    /// Records that these workers have the KV of the prefixes with these names, after an answer of so many tokens.
+    pub fn note(&mut self, placed: Placed, names: &[BlockName], answer: u32, now: Instant) {
+        self.prefixes.note(names, placed, now);
+        self.answer += (f64::from(answer) - self.answer) * ANSWER_FOLLOWS;
     }
 
     /// Counts a request on this worker until its lease is dropped.
     ///
     /// # Errors
     /// [`LegEnd::Left`]: the worker is no longer in the view.
-    pub fn lease(&self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
-        let used = self.workers.get(&worker).ok_or(LegEnd::Left { worker })?;
+    pub fn lease(&mut self, worker: WorkerId, now: Instant) -> Result<WorkerLease, LegEnd> {
+        let used = self.workers.get_mut(&worker).ok_or(LegEnd::Left { worker })?;
+        used.load.opened(now);
         used.in_flight.fetch_add(1, Ordering::Relaxed);
         Ok(WorkerLease { worker, joined: used.joined, in_flight: Arc::clone(&used.in_flight) })
     }
@@ -261,7 +348,7 @@ impl Fleet {
 
     /// Why no request can be served now; None when one can.
     pub fn not_ready(&self) -> Option<String> {
-        let mut all = candidates(&self.view, &self.workers, |_, _| true).into_iter();
+        let mut all = candidates(self.view.members.iter(), &self.workers, |_, _| true).into_iter();
         let usable = all.any(|c| c.role == Role::Decode && c.model == self.model && !c.draining);
         (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
     }
@@ -288,6 +375,10 @@ impl Fleet {
     /// Tokens of a block of the decode workers that take requests: names of a prompt's blocks are the workers' own only at this size. Where
     /// several are in use, that of the longest there; 16 where there are none.
     pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    fn usual_block_size(&self) -> u32 {
         let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining && m.block_size > 0;
         let joined = |m: &&Member| self.workers.get(&m.id).map_or(u64::MAX, |worker| worker.joined);
         let first = self.view.members.iter().filter(serves).min_by_key(joined);
@@ -333,14 +424,14 @@ fn works(member: &Member) -> bool {
 }
 
 fn candidates<'a>(
-    view: &'a View,
+    members: impl Iterator<Item = &'a Member>,
     workers: &BTreeMap<WorkerId, Worker>,
     which: impl Fn(WorkerId, &Worker) -> bool,
 ) -> Vec<Candidate<'a>> {
     let candidate = |m: &'a Member| {
         let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
-        let (draining, in_flight) = (m.draining || worker.draining, worker.in_flight());
-        Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight })
+        let (draining, in_flight, load) = (m.draining || worker.draining, worker.in_flight(), worker.load.now());
+        Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight, load })
     };
-    view.members.iter().filter(|m| works(m)).filter_map(candidate).collect()
+    members.filter(|m| works(m)).filter_map(candidate).collect()
 }

@@ -10,12 +10,13 @@
 //! Two shells drive this code. `baton-router` turns gRPC events into inputs, and effects into calls. A simulator does the
 //! same under a virtual clock. Neither decides anything. The core knows no connection, no text and no metric.
 //!
-//! Files: `fleet`, `outliers` and `capacity` are about the workers, `choice`, `pace` and `legs` about one answer.
+//! Files: `fleet`, `load`, `outliers` and `capacity` are about the workers, `choice`, `pace` and `legs` about one answer.
 
 mod capacity;
 mod choice;
 mod fleet;
 mod legs;
+mod load;
 mod outliers;
 mod pace;
 #[cfg(test)]

@@ -215,8 +215,9 @@ impl World {
                 }
                 Ok(None)
             }
-            Effect::Note { placed, names } => {
-                self.routers[place].fleet.note(placed, &names);
+            Effect::Note { placed, names, answer } => {
+                let now = self.clock_now(Process::Router(place));
+                self.routers[place].fleet.note(placed, &names, answer, now);
                 Ok(None)
             }
             Effect::Finish { reason, .. } => self.end_choice(place, request, End::Finished(reason)),

@@ -30,8 +30,9 @@ impl World {
         leg: Leg,
         message: impl FnOnce(Call) -> Up,
     ) -> Result<(), LegEnd> {
+        let now = self.clock_now(Process::Router(place));
         let router = &mut self.routers[place];
-        let lease = router.fleet.lease(worker)?;
+        let lease = router.fleet.lease(worker, now)?;
         self.next_call += 1;
         let (call, link) = (self.next_call, (place, worker));
         router.calls.insert(call, (request, leg));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use baton_cluster::{EmbeddedRegistry, Member, Registry, RegistryLease, Role};
 use baton_router::testing::model;
-use baton_router::{RegistryChoice, RouterConfig, RunningRouter, ServedModel};
+use baton_router::{PlacementKind, RegistryChoice, RouterConfig, RunningRouter, ServedModel};
 use baton_runtime::{Outcome, Readiness, Shutdown, Tasks};
 use baton_types::WorkerId;
 use serde_json::{Value, json};
@@ -43,6 +43,8 @@ pub fn config() -> RouterConfig {
         grpc: ([127, 0, 0, 1], 0).into(),
         internal: ([127, 0, 0, 1], 0).into(),
         request_timeout: Duration::from_secs(60),
+        // So that a test knows who is asked.
+        placement: PlacementKind::RoundRobin,
         ..RouterConfig::default()
     }
 }

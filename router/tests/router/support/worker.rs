@@ -141,8 +141,8 @@ struct Shared {
     world: Arc<World>,
     decode: Mutex<VecDeque<Decode>>,
     prefill: Mutex<VecDeque<Prefill>>,
-    /// What it says of its cache to who follows it, one list for each time.
-    cache: Mutex<VecDeque<Vec<v1::CacheEvent>>>,
+    /// What it says to who follows it, one list for each time.
+    news: Mutex<VecDeque<Vec<WorkerEvent>>>,
     /// How often it was followed.
     followed: watch::Sender<usize>,
     /// The sequences of all requests it got.
@@ -176,7 +176,7 @@ impl FakeWorker {
             world,
             decode: Mutex::default(),
             prefill: Mutex::default(),
-            cache: Mutex::default(),
+            news: Mutex::default(),
             followed: watch::Sender::new(0),
             asked: watch::Sender::default(),
             dropped: watch::Sender::new(0),
@@ -236,9 +236,9 @@ impl FakeWorker {
         self
     }
 
-    /// Scripts what it says of its cache to who follows it, one list for each time. Without one it refuses.
-    pub fn cache_will_be(&self, lists: impl IntoIterator<Item = Vec<v1::CacheEvent>>) {
-        self.shared.cache.lock().unwrap().extend(lists);
+    /// Scripts what it says to who follows it, one list for each time. Without one it refuses.
+    pub fn news_will_be(&self, lists: impl IntoIterator<Item = Vec<WorkerEvent>>) {
+        self.shared.news.lock().unwrap().extend(lists);
     }
 
     /// Completes when it was followed this often, which takes no longer than a few attempts.
@@ -324,11 +324,11 @@ impl v1::worker_server::Worker for Service {
 
     async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
         self.0.followed.send_modify(|times| *times += 1);
-        let script = self.0.cache.lock().unwrap().pop_front();
+        let script = self.0.news.lock().unwrap().pop_front();
         let script = script.ok_or_else(|| Status::unimplemented("a worker of an earlier version"))?;
         // What only later versions know has to be skipped.
         let later = v1::WorkerEvent { event: None };
-        let events = script.into_iter().map(|event| v1::WorkerEvent { event: Some(WorkerEvent::Cache(event)) });
+        let events = script.into_iter().map(|event| v1::WorkerEvent { event: Some(event) });
         let events: Vec<_> = std::iter::once(later).chain(events).map(Ok).collect();
         Ok(Response::new(Box::pin(futures::stream::iter(events).chain(futures::stream::pending()))))
     }

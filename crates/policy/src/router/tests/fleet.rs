@@ -42,7 +42,7 @@ fn fleet(members: Vec<Member>) -> Fleet {
 }
 
 fn ask() -> Ask {
-    Ask { split: true, decode: None, avoid: Vec::new(), names: Vec::new().into() }
+    Ask { split: true, decode: None, avoid: Vec::new(), names: Vec::new().into(), tokens: 100, most: 100 }
 }
 
 fn on(decode: WorkerId, prefill: WorkerId) -> Placed {
@@ -72,9 +72,9 @@ fn the_fingerprint_is_that_of_the_decode_workers_that_take_requests() {
 #[test]
 fn requests_go_where_the_fewest_are() {
     let mut fleet = fleet(two_and_two());
-    let leases = [D1, P2].map(|id| fleet.lease(id).unwrap());
+    let leases = [D1, P2].map(|id| fleet.lease(id, Instant::now()).unwrap());
     for _ in 0..3 {
-        assert_eq!(fleet.place(&ask(), &[], Instant::now()), Ok(on(D2, P1)));
+        assert_eq!(fleet.place(&ask(), &[], Instant::now()).map(|chosen| chosen.placed), Ok(on(D2, P1)));
     }
     assert_eq!((flags(&fleet, D1), flags(&fleet, D2)), ((false, 1), (false, 0)));
     drop(leases);
@@ -84,7 +84,7 @@ fn requests_go_where_the_fewest_are() {
 #[test]
 fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D1).unwrap();
+    let lease = fleet.lease(D1, Instant::now()).unwrap();
     assert_eq!(fleet.ended(&lease, &answered(ErrorKind::Internal), now), None, "it lives");
     assert_eq!(fleet.ended(&lease, &LegEnd::Early, now), None);
     let probe = fleet.ended(&lease, &lost(false), now).unwrap();
@@ -92,16 +92,16 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
     assert_eq!(fleet.ended(&lease, &lost(true), now), None, "one probe for all requests that lost it");
     drop(lease);
     for _ in 0..3 {
-        assert_eq!(fleet.place(&ask(), &[], Instant::now()).unwrap().decode, D2);
+        assert_eq!(fleet.place(&ask(), &[], Instant::now()).unwrap().placed.decode, D2);
     }
     let only = Ask { avoid: vec![D2], ..ask() };
-    assert_eq!(fleet.place(&only, &[], Instant::now()).unwrap().decode, D1, "rather than nobody");
+    assert_eq!(fleet.place(&only, &[], Instant::now()).unwrap().placed.decode, D1, "rather than nobody");
     let now = now + PROBE_EVERY * 3;
     let probe = fleet.probed(probe, false, now).unwrap();
     assert_eq!((probe.at(), flags(&fleet, D1).0), (now + PROBE_EVERY, true));
     assert_eq!(fleet.probed(probe, true, now), None);
     assert!(!flags(&fleet, D1).0);
-    let placed: Vec<_> = (0..2).map(|_| fleet.place(&ask(), &[], Instant::now()).unwrap().decode).collect();
+    let placed: Vec<_> = (0..2).map(|_| fleet.place(&ask(), &[], Instant::now()).unwrap().placed.decode).collect();
     assert!(placed.contains(&D1) && placed.contains(&D2), "in turn again");
 }
 
@@ -109,47 +109,50 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
 fn a_worker_that_says_that_it_drains_is_not_chosen_whatever_the_view_says() {
     // I7: the registry may be away and unable to say so.
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D1).unwrap();
+    let lease = fleet.lease(D1, Instant::now()).unwrap();
     assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "it lives");
     fleet.update(view(two_and_two()));
     for _ in 0..3 {
-        assert_eq!(fleet.place(&ask(), &[], Instant::now()).unwrap().decode, D2);
+        assert_eq!(fleet.place(&ask(), &[], Instant::now()).unwrap().placed.decode, D2);
     }
     let nobody_else = fleet.place(&Ask { avoid: vec![D2], ..ask() }, &[], Instant::now());
     assert!(nobody_else.is_err());
     fleet.update(view(two_and_two().split_off(1)));
     fleet.update(view(two_and_two()));
     assert_eq!(
-        fleet.place(&Ask { avoid: vec![D2], ..ask() }, &[], Instant::now()).unwrap().decode,
+        fleet.place(&Ask { avoid: vec![D2], ..ask() }, &[], Instant::now()).unwrap().placed.decode,
         D1,
         "another process"
     );
     assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "of the one before");
-    assert_eq!(fleet.place(&Ask { avoid: vec![D2], ..ask() }, &[], Instant::now()).unwrap().decode, D1);
+    assert_eq!(fleet.place(&Ask { avoid: vec![D2], ..ask() }, &[], Instant::now()).unwrap().placed.decode, D1);
 }
 
 #[test]
 fn a_request_keeps_its_lost_decode_worker_and_is_not_given_a_lost_prefill_worker() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
     for id in [D1, P1] {
-        let lease = fleet.lease(id).unwrap();
+        let lease = fleet.lease(id, Instant::now()).unwrap();
         fleet.ended(&lease, &lost(false), now);
     }
     for _ in 0..3 {
-        assert_eq!(fleet.place(&Ask { decode: Some(D1), ..ask() }, &[], Instant::now()), Ok(on(D1, P2)));
+        assert_eq!(
+            fleet.place(&Ask { decode: Some(D1), ..ask() }, &[], Instant::now()).map(|chosen| chosen.placed),
+            Ok(on(D1, P2))
+        );
     }
 }
 
 #[test]
 fn a_worker_that_comes_back_is_not_what_it_was() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let (old, other) = (fleet.lease(D1).unwrap(), fleet.lease(D1).unwrap());
+    let (old, other) = (fleet.lease(D1, Instant::now()).unwrap(), fleet.lease(D1, Instant::now()).unwrap());
     let probe = fleet.ended(&old, &lost(false), now).unwrap();
     let changes = fleet.update(view(two_and_two().split_off(1)));
     assert_eq!((changes.joined.len(), changes.left), (0, vec![D1]));
-    assert_eq!(fleet.lease(D1).err(), Some(LegEnd::Left { worker: D1 }));
+    assert_eq!(fleet.lease(D1, Instant::now()).err(), Some(LegEnd::Left { worker: D1 }));
     assert_eq!(fleet.update(view(two_and_two())).joined, [member(D1, Role::Decode)]);
-    let new = fleet.lease(D1).unwrap();
+    let new = fleet.lease(D1, Instant::now()).unwrap();
     assert_eq!(fleet.probed(probe, false, now), None, "of the old connection");
     assert_eq!(fleet.ended(&other, &lost(false), now), None);
     drop((old, other));
@@ -200,10 +203,10 @@ fn capacity_is_of_the_largest_pool_and_the_shortest_context() {
 fn what_was_sent_somewhere_is_sent_there_again() {
     let mut fleet = fleet(two_and_two());
     let names: Arc<[BlockName]> = vec![BlockName(1), BlockName(2)].into();
-    fleet.note(on(D2, P2), &names);
+    fleet.note(on(D2, P2), &names, 10, Instant::now());
     let near = Ask { names: Arc::clone(&names), ..ask() };
-    assert_eq!(fleet.place(&near, &[], Instant::now()), Ok(on(D2, P2)));
-    assert_eq!(fleet.place(&near, &[], Instant::now()), Ok(on(D2, P2)));
+    assert_eq!(fleet.place(&near, &[], Instant::now()).map(|chosen| chosen.placed), Ok(on(D2, P2)));
+    assert_eq!(fleet.place(&near, &[], Instant::now()).map(|chosen| chosen.placed), Ok(on(D2, P2)));
 }
 
 fn judged(fleet: &mut Fleet, on: Subject, outcome: Outcome, times: usize, now: Instant) -> Option<Judgement> {
@@ -221,22 +224,26 @@ fn a_worker_that_fails_is_left_out_and_tried_by_one_request() {
     assert_eq!(judged(&mut fleet, d1, Outcome::Failed, 5, now), None, "not yet");
     let Some(Judgement::Ejected { time, .. }) = judged(&mut fleet, d1, Outcome::Failed, 1, now) else { panic!() };
     for _ in 0..4 {
-        assert_eq!(fleet.place(&ask(), &[], now).unwrap().decode, D2);
+        assert_eq!(fleet.place(&ask(), &[], now).unwrap().placed.decode, D2);
     }
     assert!(is_ejected(&fleet, D1) && !is_ejected(&fleet, D2));
-    assert_eq!(fleet.place(&wanted, &[], now).unwrap().decode, D1, "rather than nobody");
-    assert_eq!(fleet.place(&Ask { decode: Some(D1), ..ask() }, &[], now).unwrap().decode, D1, "who has it keeps it");
+    assert_eq!(fleet.place(&wanted, &[], now).unwrap().placed.decode, D1, "rather than nobody");
+    assert_eq!(
+        fleet.place(&Ask { decode: Some(D1), ..ask() }, &[], now).unwrap().placed.decode,
+        D1,
+        "who has it keeps it"
+    );
     assert_eq!(judged(&mut fleet, d1, Outcome::Failed, 9, now), None, "those are from before");
     // Half open: one request tries it, others do not.
     let later = now + time;
-    let tried: Vec<_> = (0..4).map(|_| fleet.place(&ask(), &[], later).unwrap().decode).collect();
+    let tried: Vec<_> = (0..4).map(|_| fleet.place(&ask(), &[], later).unwrap().placed.decode).collect();
     assert_eq!(tried.iter().filter(|id| **id == D1).count(), 1, "{tried:?}");
     let old = Verdict { on: d1, placed: now, outcome: Outcome::Worked(None) };
     assert_eq!(fleet.judge(old, later), None, "its request was placed before the trial");
     let again = judged(&mut fleet, d1, Outcome::Failed, 1, later);
     assert!(matches!(again, Some(Judgement::Ejected { time: longer, .. }) if longer == 2 * time), "{again:?}");
     let later = later + 2 * time;
-    let tried: Vec<_> = (0..4).map(|_| fleet.place(&ask(), &[], later).unwrap().decode).collect();
+    let tried: Vec<_> = (0..4).map(|_| fleet.place(&ask(), &[], later).unwrap().placed.decode).collect();
     assert!(tried.contains(&D1));
     assert_eq!(judged(&mut fleet, d1, Outcome::Worked(None), 1, later), Some(Judgement::Readmitted(d1)));
     assert!(!is_ejected(&fleet, D1));
@@ -248,7 +255,7 @@ fn a_trial_that_nobody_judges_is_followed_by_another() {
     judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 6, now);
     let mut tries = 0;
     for second in 0..60 {
-        tries += u32::from(fleet.place(&ask(), &[], now + Duration::from_secs(second)).unwrap().decode == D1);
+        tries += u32::from(fleet.place(&ask(), &[], now + Duration::from_secs(second)).unwrap().placed.decode == D1);
     }
     assert_eq!(tries, 2, "at 5 s, and 30 s later");
 }
@@ -292,15 +299,15 @@ fn one_request_that_waited_makes_no_worker_slow() {
 #[test]
 fn a_lost_worker_is_no_equal_and_comes_after_one_that_does_worse() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D2).unwrap();
+    let lease = fleet.lease(D2, Instant::now()).unwrap();
     fleet.ended(&lease, &lost(false), now);
     assert_eq!(judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now), None, "it is the only one");
-    assert_eq!(fleet.place(&ask(), &[], now).unwrap().decode, D1);
+    assert_eq!(fleet.place(&ask(), &[], now).unwrap().placed.decode, D1);
     let (mut fleet, now) = (self::fleet(two_and_two()), Instant::now());
     judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now);
-    let lease = fleet.lease(D2).unwrap();
+    let lease = fleet.lease(D2, Instant::now()).unwrap();
     fleet.ended(&lease, &lost(false), now);
-    assert_eq!(fleet.place(&ask(), &[], now).unwrap().decode, D1);
+    assert_eq!(fleet.place(&ask(), &[], now).unwrap().placed.decode, D1);
 }
 
 #[test]
@@ -310,13 +317,13 @@ fn workers_that_cannot_reach_each_other_work_with_others() {
     judged(&mut fleet, pair, Outcome::Failed, 6, now);
     let pinned = |decode| Ask { decode: Some(decode), ..ask() };
     for _ in 0..3 {
-        assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().prefill, Some(P2));
+        assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().placed.prefill, Some(P2));
     }
-    let with: Vec<_> = (0..2).map(|_| fleet.place(&pinned(D2), &[], now).unwrap().prefill).collect();
+    let with: Vec<_> = (0..2).map(|_| fleet.place(&pinned(D2), &[], now).unwrap().placed.prefill).collect();
     assert!(with.contains(&Some(P1)), "{with:?}");
     judged(&mut fleet, Subject::Pair { prefill: P2, decode: D1 }, Outcome::Failed, 6, now);
-    assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().prefill, None, "it computes the prompt itself");
+    assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().placed.prefill, None, "it computes the prompt itself");
     fleet.update(view(two_and_two().into_iter().filter(|m| m.id != P1).collect()));
     fleet.update(view(two_and_two()));
-    assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().prefill, Some(P1), "another process");
+    assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().placed.prefill, Some(P1), "another process");
 }

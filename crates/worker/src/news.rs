@@ -1,17 +1,19 @@
-//! Tells routers which blocks are in the prefix cache.
+//! Tells routers which blocks are in the prefix cache, and what the worker has to do.
 //!
-//! The engine thread notes what enters and leaves ([`CacheNews::note`]). A task gathers it for [`GATHER`] and passes the net change to all that
-//! follow, [`FOLLOWERS`] at most (I5). Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. So no
-//! reader makes the engine wait, or lets anything grow.
+//! The engine thread notes what enters and leaves ([`WorkerNews::note`]). A task gathers it for [`GATHER`] and passes the net change to all that
+//! follow, [`FOLLOWERS`] at most (I5). Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. Of the
+//! load ([`WorkerNews::load`]) each gets the latest, every [`GATHER`] at most. So no reader makes the engine wait, or lets anything grow.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_engine::{BlockName, CacheChange, CacheFeed, Cached, Tally};
+use baton_latency::{Backlog, StepCost};
 use baton_proto::v1::{self, worker_event::Event};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver};
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -30,26 +32,28 @@ pub(crate) type WorkerEvents = ReceiverStream<Result<v1::WorkerEvent, Status>>;
 
 /// News of one worker's prefix cache.
 #[derive(Debug)]
-pub(crate) struct CacheNews {
+pub(crate) struct WorkerNews {
     /// What the engine thread has noted. Locked only to add to it and to empty it.
     noted: Mutex<Vec<Cached>>,
     feed: Mutex<CacheFeed>,
     changes: broadcast::Sender<Arc<CacheChange>>,
     changed: Notify,
+    load: watch::Sender<Backlog>,
     followers: Arc<Semaphore>,
     ended: CancellationToken,
 }
 
-impl Default for CacheNews {
+impl Default for WorkerNews {
     fn default() -> Self {
         let (changes, ended) = (broadcast::Sender::new(BEHIND), CancellationToken::new());
         let followers = Arc::new(Semaphore::new(FOLLOWERS));
-        let (noted, feed, changed) = (Mutex::default(), Mutex::default(), Notify::new());
-        CacheNews { noted, feed, changes, changed, followers, ended }
+        let (noted, feed, changed, load) =
+            (Mutex::default(), Mutex::default(), Notify::new(), watch::Sender::default());
+        WorkerNews { noted, feed, changes, changed, load, followers, ended }
     }
 }
 
-impl CacheNews {
+impl WorkerNews {
     fn feed(&self) -> MutexGuard<'_, CacheFeed> {
         self.feed.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -65,6 +69,11 @@ impl CacheNews {
             self.noted().extend(changes);
             self.changed.notify_one();
         }
+    }
+
+    /// Takes in what the worker has to do now.
+    pub fn load(&self, now: Backlog) {
+        self.load.send_if_modified(|load| std::mem::replace(load, now) != now);
     }
 
     /// Passes on what was noted, until the task is dropped.
@@ -120,11 +129,21 @@ impl CacheNews {
 
     /// Tells all, and then each change. An error: nobody follows any more.
     async fn tell(&self, events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>) -> Result<(), ()> {
-        let mut number = 0;
+        let (mut number, mut load, mut due) = (0, self.load.subscribe(), Instant::now());
+        load.mark_changed();
         let (all, mut changes) = self.all();
         say(events, &mut number, &all, true).await?;
         loop {
-            match changes.recv().await {
+            let change = tokio::select! {
+                change = changes.recv() => change,
+                () = changed(&mut load, due) => {
+                    due = Instant::now() + GATHER;
+                    let event = self.load_event(&load.borrow_and_update());
+                    say_one(events, Event::Load(event)).await?;
+                    continue;
+                }
+            };
+            match change {
                 Ok(change) => say(events, &mut number, &change, false).await?,
                 Err(RecvError::Lagged(_)) => {
                     let all;
@@ -135,6 +154,28 @@ impl CacheNews {
             }
         }
     }
+
+    fn load_event(&self, load: &Backlog) -> v1::LoadEvent {
+        let Backlog { work, room, step_tokens, cost } = *load;
+        let StepCost { base, row, context, chunk, token, pair } = cost;
+        v1::LoadEvent {
+            tokens: work.tokens,
+            pairs: work.pairs,
+            rows: work.rows,
+            context: work.context,
+            room,
+            step_tokens,
+            cost: (cost != StepCost::default()).then_some(v1::StepCost { base, row, context, chunk, token, pair }),
+            followers: (FOLLOWERS - self.followers.available_permits()) as u32,
+        }
+    }
+}
+
+/// Waits until the load has changed, and at least until `due`.
+async fn changed(load: &mut watch::Receiver<Backlog>, due: Instant) {
+    sleep_until(due).await;
+    // The sender lives as long as whoever waits here.
+    let _ = load.changed().await;
 }
 
 /// Sends a change as events. An error: nobody follows any more.
@@ -149,17 +190,18 @@ async fn say(
         *number += 1;
         let (stored, removed, afresh) = (bytes(stored), bytes(removed), std::mem::take(&mut first));
         let event = v1::CacheEvent { number: *number, afresh, stored, removed, tally: None };
-        say_one(events, event).await?;
+        say_one(events, Event::Cache(event)).await?;
     }
     // The tally has an event of its own: what is before it may be nothing.
     *number += 1;
     let Tally { blocks, sum } = change.tally;
     let tally = Some(v1::CacheTally { blocks, sum });
-    say_one(events, v1::CacheEvent { number: *number, afresh: first, tally, ..Default::default() }).await
+    let event = v1::CacheEvent { number: *number, afresh: first, tally, ..Default::default() };
+    say_one(events, Event::Cache(event)).await
 }
 
-async fn say_one(events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>, event: v1::CacheEvent) -> Result<(), ()> {
-    events.send(Ok(v1::WorkerEvent { event: Some(Event::Cache(event)) })).await.map_err(drop)
+async fn say_one(events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>, event: Event) -> Result<(), ()> {
+    events.send(Ok(v1::WorkerEvent { event: Some(event) })).await.map_err(drop)
 }
 
 /// A change in parts of at most [`EVENT_NAMES`]: blocks that entered, blocks that left.
@@ -182,15 +224,54 @@ mod tests {
         BlockName(at as u128)
     }
 
-    async fn next(stream: &mut WorkerEvents) -> v1::CacheEvent {
+    async fn next_event(stream: &mut WorkerEvents) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), stream.next()).await;
-        let Some(Event::Cache(event)) = next.unwrap().unwrap().unwrap().event else { panic!("no event") };
-        event
+        next.unwrap().unwrap().unwrap().event.unwrap()
+    }
+
+    /// The next event about the cache.
+    async fn next(stream: &mut WorkerEvents) -> v1::CacheEvent {
+        loop {
+            if let Event::Cache(event) = next_event(stream).await {
+                return event;
+            }
+        }
+    }
+
+    /// The next event about the load.
+    async fn next_load(stream: &mut WorkerEvents) -> v1::LoadEvent {
+        loop {
+            if let Event::Load(event) = next_event(stream).await {
+                return event;
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn who_follows_is_told_the_load_at_first_and_then_the_latest() {
+        let news = Arc::new(WorkerNews::default());
+        let mut stream = Arc::clone(&news).follow().unwrap();
+        let first = next_load(&mut stream).await;
+        assert_eq!((first.tokens, first.cost, first.followers), (0, None, 1));
+        let began = Instant::now();
+        let of = |room| {
+            let (cost, work) = (StepCost { base: 1.0, ..StepCost::default() }, Default::default());
+            Backlog { room, cost, step_tokens: 5, work }
+        };
+        for room in -3..=0 {
+            news.load(of(room));
+        }
+        let second = next_load(&mut stream).await;
+        assert_eq!((second.room, second.step_tokens, second.cost.map(|cost| cost.base)), (0, 5, Some(1.0)));
+        assert!(began.elapsed() >= GATHER / 2, "not more often than that");
+        news.load(of(0));
+        news.load(of(9));
+        assert_eq!(next_load(&mut stream).await.room, 9, "what does not change is not told");
     }
 
     #[tokio::test]
     async fn who_follows_is_told_everything_and_then_what_changes() {
-        let news = Arc::new(CacheNews::default());
+        let news = Arc::new(WorkerNews::default());
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
         news.note((0..EVENT_NAMES + 1).map(|at| Cached::Stored(name(at))));
@@ -213,7 +294,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_empty_cache_is_told_too() {
-        let mut stream = Arc::new(CacheNews::default()).follow().unwrap();
+        let mut stream = Arc::new(WorkerNews::default()).follow().unwrap();
         let only = next(&mut stream).await;
         assert_eq!((only.number, only.afresh, only.tally.map(|tally| tally.blocks)), (1, true, Some(0)));
     }
@@ -221,7 +302,7 @@ mod tests {
     /// I5: a reader that does not read costs no more than [`BEHIND`] changes, and begins afresh.
     #[tokio::test]
     async fn who_is_too_slow_begins_afresh() {
-        let news = Arc::new(CacheNews::default());
+        let news = Arc::new(WorkerNews::default());
         let mut stream = Arc::clone(&news).follow().unwrap();
         assert!(next(&mut stream).await.afresh);
         for at in 0..4 * BEHIND {
@@ -243,7 +324,7 @@ mod tests {
 
     #[tokio::test]
     async fn no_more_follow_than_may() {
-        let news = Arc::new(CacheNews::default());
+        let news = Arc::new(WorkerNews::default());
         let streams: Vec<_> = (0..FOLLOWERS).map(|_| Arc::clone(&news).follow().unwrap()).collect();
         let refused = Arc::clone(&news).follow().unwrap_err();
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);

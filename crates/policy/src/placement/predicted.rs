@@ -1,0 +1,216 @@
+//! Placement by predicted time: where a request waits least, and makes others wait least.
+//!
+//! For each pair of a prefill and a decode worker, and for each decode worker alone, the sum of
+//!
+//! - the time to the first token: until the decode worker has blocks, what is queued before the prompt, and its tokens that are not cached
+//!   there (Qin et al., "Mooncake", FAST 2025, algorithm 1);
+//! - the handoff, and the expected tokens of the answer, at the pace of the decode worker's batch with it;
+//! - what others wait for it: prompts behind it for what it computes, answers beside it for what it adds to their steps.
+//!
+//! The least sum wins. All is predicted from what workers say of their load ([`Backlog`]), and from what was sent to them since.
+//! What a worker has not learned yet is taken from the others.
+
+use std::time::Duration;
+
+use baton_latency::{Backlog, StepCost, StepWork};
+use baton_types::WorkerId;
+
+use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
+
+/// Decode workers that are tried with each prefill worker: those with the least time of their own.
+const DECODES: usize = 4;
+/// Workers of a role that are looked at, beside those that hold the prompt. Of few random ones the best is nearly as good as the best of all
+/// (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
+const LOOKS_AT: usize = 32;
+/// Sums of this ratio count as equal: predictions are no better than that.
+const ALIKE: f64 = 1.02;
+/// How much the time of what a prompt computes counts once more: prompts behind it wait for it.
+const BEHIND: f64 = 1.0;
+/// The longest wait for blocks, in seconds: nothing says when any will be free.
+const FULL: f64 = 600.0;
+/// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
+const ON_ITS_WAY: Duration = Duration::from_secs(10);
+/// What steps cost as long as no worker has learned it: only the relations matter.
+const NOMINAL: StepCost = StepCost { base: 1e-2, row: 1e-4, context: 1e-8, chunk: 5e-3, token: 1e-4, pair: 1e-9 };
+
+/// Placement by predicted time.
+#[derive(Clone, Debug)]
+pub struct Predicted {
+    local: u32,
+    /// Placements so far: of equals others are taken.
+    turn: u64,
+}
+
+impl Predicted {
+    /// `local`: most tokens that a decode worker is given to compute of a prompt while there are prefill workers; 0: none.
+    pub fn new(local: u32) -> Predicted {
+        Predicted { local, turn: 0 }
+    }
+}
+
+impl Placement for Predicted {
+    fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
+        self.turn = self.turn.wrapping_add(1);
+        let (eligible, usual) = (Eligible { view, request }, usual(view));
+        let outlook = |worker| Outlook::of(worker, usual, request);
+        let decodes = eligible.decode()?.into_iter().map(outlook);
+        let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(request), decode)).collect();
+        decodes.sort_by(|(a, _), (b, _)| a.sum().total_cmp(&b.sum()));
+        let mut options = Vec::new();
+        for (at, (answer, decode)) in decodes.iter().enumerate() {
+            let short = request.decode.is_none() && decode.missing(request) <= self.local;
+            if at >= DECODES && !short {
+                continue;
+            }
+            let prefills = eligible.prefill(decode.worker);
+            if prefills.is_empty() || short {
+                let placed = Placed { decode: decode.worker.id, prefill: None };
+                options.push((decode.alone(answer, request), placed, decode.worker.in_flight));
+            }
+            for prefill in prefills.into_iter().filter(|_| at < DECODES) {
+                let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.id) };
+                options.push((outlook(prefill).split(answer), placed, prefill.in_flight));
+            }
+        }
+        self.least(options).ok_or(PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 })
+    }
+
+    fn looks_at(&self) -> usize {
+        LOOKS_AT
+    }
+}
+
+impl Predicted {
+    /// The option with the least sum. Of options that are alike, the one whose worker has fewer requests of this router, then each in turn.
+    fn least(&self, options: Vec<(Terms, Placed, u32)>) -> Option<Chosen> {
+        let sum = |(terms, ..): &(Terms, Placed, u32)| terms.sum();
+        let most = options.iter().map(sum).min_by(f64::total_cmp)? * ALIKE;
+        let rank = |(_, placed, in_flight): &&(Terms, Placed, u32)| (*in_flight, self.mix(*placed));
+        let (terms, placed, _) = *options.iter().filter(|option| sum(option) <= most).min_by_key(rank)?;
+        let others = options.iter().filter(|(_, other, _)| *other != placed);
+        let next = others.min_by(|a, b| sum(a).total_cmp(&sum(b))).map(|(terms, placed, _)| (*placed, *terms));
+        Some(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }) })
+    }
+
+    /// A number that orders equals, another one in each turn.
+    fn mix(&self, placed: Placed) -> u64 {
+        let id = placed.decode.0 ^ placed.prefill.map_or(0, |prefill| prefill.0.rotate_left(32));
+        let mixed = (id ^ self.turn.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+}
+
+/// What is known of a worker for a request.
+struct Outlook<'a> {
+    worker: &'a Candidate<'a>,
+    load: Backlog,
+    /// Leading tokens of the prompt that it need not compute.
+    cached: u32,
+    /// How long it takes from when what is queued is computed.
+    computes: f64,
+}
+
+impl<'a> Outlook<'a> {
+    fn of(worker: &'a Candidate<'a>, usual: StepCost, request: &PlacementInput<'_>) -> Outlook<'a> {
+        let load = worker.load.unwrap_or_else(|| unknown(worker, request));
+        let load = Backlog { cost: known(load.cost, usual), ..load };
+        let cached = held(worker.id, request).saturating_mul(request.block_size).min(request.tokens.saturating_sub(1));
+        let computes = load.prompt(cached.into(), request.tokens.into()).as_secs_f64();
+        Outlook { worker, load, cached, computes }
+    }
+
+    fn missing(&self, request: &PlacementInput<'_>) -> u32 {
+        request.tokens - self.cached
+    }
+
+    /// The part of a decode worker that gives the answer.
+    fn answer(&self, request: &PlacementInput<'_>) -> Terms {
+        let Backlog { work, cost, .. } = self.load;
+        let (expected, rows) = (f64::from(request.answer), work.rows as f64);
+        let context = u64::from(request.tokens) + u64::from(request.answer / 2);
+        let token = self.load.token(context).as_secs_f64();
+        let others = rows * expected * (cost.row + cost.context * context as f64);
+        Terms {
+            room: self.waits_for_blocks(token, request),
+            token,
+            answer: token * expected,
+            others,
+            ..Terms::default()
+        }
+    }
+
+    /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
+    fn waits_for_blocks(&self, token: f64, request: &PlacementInput<'_>) -> f64 {
+        let size = request.block_size.max(1);
+        let needs = i64::from((self.missing(request) + request.answer).div_ceil(size));
+        let lacks = needs.saturating_sub(self.load.room);
+        if lacks <= 0 {
+            return 0.0;
+        }
+        let held = self.load.work.context as f64 / f64::from(size);
+        let seconds = token * f64::from(request.answer.max(1));
+        if held > 0.0 { (lacks as f64 * seconds / held).min(FULL) } else { FULL }
+    }
+
+    /// A prefill worker computes the prompt for a decode worker with this `answer`.
+    fn split(&self, answer: &Terms) -> Terms {
+        let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
+        Terms { queue, compute, others: answer.others + BEHIND * compute, ..*answer }
+    }
+
+    /// A decode worker computes the prompt itself: the answers beside it wait.
+    fn alone(&self, answer: &Terms, request: &PlacementInput<'_>) -> Terms {
+        let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
+        let prompts = StepWork { rows: 0, context: 0, ..StepWork::default() };
+        let own = prompts.with_prompt(self.cached.into(), request.tokens.into());
+        let slows = self.load.cost.prompts(&own, self.load.step_tokens.into()).as_secs_f64();
+        let others = answer.others + BEHIND * compute + self.load.work.rows as f64 * slows;
+        Terms { queue, compute, others, ..*answer }
+    }
+}
+
+/// Leading blocks of the prompt that a worker holds, by its own word, or because they were sent there just now.
+fn held(worker: WorkerId, request: &PlacementInput<'_>) -> u32 {
+    let told = request.held.by.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks);
+    let there = |to: Placed| to.decode == worker || to.prefill == Some(worker);
+    let sent = request.sent.filter(|sent| sent.age <= ON_ITS_WAY && there(sent.to));
+    told.max(sent.map_or(0, |sent| sent.blocks))
+}
+
+/// The load of a worker that says nothing of it: that its requests are like this one.
+fn unknown(worker: &Candidate<'_>, request: &PlacementInput<'_>) -> Backlog {
+    let (requests, tokens) = (u64::from(worker.in_flight), u64::from(request.tokens));
+    let work = StepWork { rows: requests, context: requests * tokens, ..StepWork::default() };
+    Backlog { work, room: i64::MAX, step_tokens: 512, cost: StepCost::default() }
+}
+
+/// The mean of what the workers have learned; what none has is nominal.
+fn usual(view: &[Candidate<'_>]) -> StepCost {
+    let costs = || view.iter().filter_map(|worker| Some(worker.load?.cost));
+    let mean = |of: fn(&StepCost) -> f64, counts: fn(&StepCost) -> bool, nominal: f64| {
+        let (sum, count) = costs().filter(counts).fold((0.0, 0.0), |(sum, count), cost| (sum + of(&cost), count + 1.0));
+        if count > 0.0 { sum / count } else { nominal }
+    };
+    StepCost {
+        base: mean(|c| c.base, knows_rows, NOMINAL.base),
+        row: mean(|c| c.row, knows_rows, NOMINAL.row),
+        context: mean(|c| c.context, knows_rows, NOMINAL.context),
+        chunk: mean(|c| c.chunk, knows_prompts, NOMINAL.chunk),
+        token: mean(|c| c.token, knows_prompts, NOMINAL.token),
+        pair: mean(|c| c.pair, knows_prompts, NOMINAL.pair),
+    }
+}
+
+fn knows_rows(cost: &StepCost) -> bool {
+    cost.base + cost.row + cost.context > 0.0
+}
+
+fn knows_prompts(cost: &StepCost) -> bool {
+    cost.chunk + cost.token + cost.pair > 0.0
+}
+
+fn known(cost: StepCost, usual: StepCost) -> StepCost {
+    let StepCost { base, row, context, .. } = if knows_rows(&cost) { cost } else { usual };
+    let StepCost { chunk, token, pair, .. } = if knows_prompts(&cost) { cost } else { usual };
+    StepCost { base, row, context, chunk, token, pair }
+}
