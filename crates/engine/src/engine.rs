@@ -282,12 +282,16 @@ impl Engine {
         here.filter_map(Sequence::to_compute)
     }
 
-    /// Tokens of each sequence that gives tokens of its answer here, or will once its KV has arrived.
+    /// Tokens of each sequence that gives tokens of its answer here.
     pub fn answers(&self) -> impl Iterator<Item = u32> {
         let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
-        let giving = running.filter(|s| s.doomed.is_none() && s.start != Start::ComputeAndHold);
-        let arriving = self.receiving.iter().filter_map(|turn| self.sequences.get(&turn.seq));
-        giving.chain(arriving).map(Sequence::len)
+        running.filter(|s| s.doomed.is_none() && s.start != Start::ComputeAndHold).map(Sequence::len)
+    }
+
+    /// Tokens of each sequence that waits for its KV, or for blocks for it.
+    pub fn arriving(&self) -> impl Iterator<Item = u32> {
+        let waiting = self.waiting.iter().chain(&self.receiving).filter_map(|turn| self.sequences.get(&turn.seq));
+        waiting.filter(|s| s.start == Start::Receive).map(Sequence::len)
     }
 
     /// Blocks that no sequence owns, less those that waiting sequences will take: what is left for others. Below 0 where there are not enough

@@ -9,12 +9,23 @@ use crate::{StepCost, StepWork};
 pub struct Backlog {
     /// Tokens of prompts that are to be computed, and sequences that give tokens of their answers.
     pub work: StepWork,
+    /// Sequences that will give tokens once their KV has arrived.
+    pub coming: Coming,
     /// Blocks of the KV pool that no sequence owns, less those that waiting sequences will take. Below 0 where there are not enough for them.
     pub room: i64,
     /// Most tokens of prompts in a step.
     pub step_tokens: u32,
     /// What its steps cost.
     pub cost: StepCost,
+}
+
+/// Sequences that a worker does not compute yet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Coming {
+    /// How many.
+    pub rows: u64,
+    /// Their tokens.
+    pub context: u64,
 }
 
 impl Backlog {
@@ -30,15 +41,24 @@ impl Backlog {
         self.cost.prompts(&rows.with_prompt(cached.min(tokens), tokens), self.step_tokens.into())
     }
 
-    /// The time between two tokens of an answer, once a sequence of `tokens` tokens is beside those that are here.
-    pub fn token(&self, tokens: u64) -> Duration {
-        self.cost.step(&StepWork { tokens: 0, pairs: 0, ..self.work }.with_row(tokens))
+    /// The answers that are expected here once `wait` is over, where each takes `lasts`: those that are here end one after the other, and those
+    /// that come begin one after the other. With equal arrivals all the time, it is as many as now.
+    pub fn answers(&self, wait: Duration, lasts: Duration) -> StepWork {
+        let (wait, lasts) = (wait.as_secs_f64(), lasts.as_secs_f64().max(1e-9));
+        let (left, begun) = ((1.0 - wait / lasts).max(0.0), (lasts / wait.max(1e-9)).min(1.0));
+        let expected = |now: u64, coming: u64| (now as f64 * left + coming as f64 * begun).round() as u64;
+        let rows = expected(self.work.rows, self.coming.rows);
+        StepWork { rows, context: expected(self.work.context, self.coming.context), ..StepWork::default() }
     }
 
-    /// The same backlog with more to do.
+    /// The same backlog with more to do: prompts' tokens of `work`, and its rows once their KV is there.
     #[must_use]
     pub fn with(self, work: StepWork, blocks: u32) -> Backlog {
-        Backlog { work: self.work.plus(work), room: self.room - i64::from(blocks), ..self }
+        let StepWork { tokens, pairs, rows, context } = work;
+        let prompts = StepWork { tokens, pairs, ..StepWork::default() };
+        let (rows, context) = (self.coming.rows.saturating_add(rows), self.coming.context.saturating_add(context));
+        let room = self.room.saturating_sub(i64::from(blocks));
+        Backlog { work: self.work.plus(prompts), coming: Coming { rows, context }, room, ..self }
     }
 }
 
@@ -57,9 +77,24 @@ mod tests {
         let idle = Backlog { step_tokens: 100, cost: COST, ..Backlog::default() };
         assert_eq!((ms(idle.queue()), ms(idle.prompt(0, 200)), ms(idle.prompt(150, 200))), (0, 28, 9));
         assert_eq!(idle.prompt(300, 200), Duration::ZERO, "all is there");
-        let busy = idle.with(StepWork::default().with_prompt(0, 1000).with_row(1000), 7);
-        assert_eq!((ms(busy.queue()), busy.room), (160, -7), "ten steps, each with a row");
+        let work = StepWork::default().with_prompt(0, 1000).with_row(1000);
+        let busy = Backlog { work, ..idle };
+        assert_eq!(ms(busy.queue()), 160, "ten steps, each with a row");
         assert_eq!(ms(busy.prompt(0, 200)), 32);
-        assert_eq!((ms(idle.token(0)), ms(busy.token(3000))), (9, 14));
+        let more = idle.with(work, 7);
+        assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
+    }
+
+    #[test]
+    fn answers_end_and_begin_while_one_waits() {
+        let (second, row) = (Duration::from_secs(1), StepWork::default().with_row(100));
+        let ten = (0..10).fold(StepWork::default(), |work, _| work.plus(row));
+        let at = |waiting, wait: u32| {
+            let (coming, work) = (Coming { rows: waiting, context: 100 * waiting }, ten);
+            Backlog { work, coming, ..Backlog::default() }.answers(second * wait, second * 10).rows
+        };
+        assert_eq!((at(0, 0), at(0, 5), at(0, 10), at(0, 99)), (10, 5, 0, 0), "those that are here end");
+        assert_eq!((at(5, 5), at(10, 10), at(100, 100)), (10, 10, 10), "one a second comes, and one a second ends");
+        assert_eq!(at(5, 0), 15, "all come at once");
     }
 }

@@ -9,5 +9,5 @@ mod backlog;
 mod fit;
 mod step;
 
-pub use backlog::Backlog;
+pub use backlog::{Backlog, Coming};
 pub use step::{StepCost, StepModel, StepWork};

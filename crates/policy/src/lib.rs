@@ -24,7 +24,7 @@ mod router;
 mod tenants;
 
 pub use baton_kv_cache::{BlockName, Tally};
-pub use baton_latency::{Backlog, StepCost, StepWork};
+pub use baton_latency::{Backlog, Coming, StepCost, StepWork};
 pub use fair::Ticket;
 pub use gate::{Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};

@@ -37,7 +37,7 @@ pub use decode::Decode;
 pub use drain::{Drain, DrainEffect, DrainInput};
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
 pub use launch::{Outgoing, StepLaunch, Write};
-pub use load::Load;
+pub use load::{Load, backlog, work};
 pub use prefill::Prefill;
 pub use scored::MOST_SCORED;
 pub use submit::{Desk, Refused, Ticket};

@@ -1,8 +1,10 @@
-//! How loaded a worker is, for who decides how many workers there should be.
+//! How loaded a worker is, for who decides how many workers there should be, and for who chooses among them.
 
+use std::ops::Range;
 use std::time::Duration;
 
-use baton_engine::Time;
+use baton_engine::{Engine, Step, Time};
+use baton_latency::{Backlog, Coming, StepCost, StepWork};
 
 /// What a worker has to do, in time.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -18,6 +20,25 @@ pub struct Load {
     pub fastest: Duration,
     /// Share of the time in which prompts were computed, 0 to 1.
     pub prefilling: f64,
+}
+
+/// What an engine has to do where steps cost so much.
+pub fn backlog(engine: &Engine, cost: StepCost) -> Backlog {
+    let prompt = |work: StepWork, range: Range<u32>| work.with_prompt(range.start.into(), range.end.into());
+    let prompts = engine.prompts().fold(StepWork::default(), prompt);
+    let work = engine.answers().fold(prompts, |work, tokens| work.with_row(tokens.into()));
+    let limits = engine.config();
+    let step_tokens = limits.chunk.max(limits.pack_tokens).min(limits.token_budget);
+    let (rows, context) = engine.arriving().fold((0, 0), |(rows, sum), tokens| (rows + 1, sum + u64::from(tokens)));
+    Backlog { work, coming: Coming { rows, context }, room: engine.room(), step_tokens, cost }
+}
+
+/// What a step computes. A row of one token that samples is a decode row, also when it is a prompt's last token.
+pub fn work(step: &Step) -> StepWork {
+    step.rows().iter().fold(StepWork::default(), |work, row| {
+        let (start, end) = (u64::from(row.start), u64::from(row.start + row.len));
+        if row.samples && row.len == 1 { work.with_row(end) } else { work.with_prompt(start, end) }
+    })
 }
 
 /// What is measured lately covers at least this time, and at most twice that.

@@ -5,17 +5,16 @@
 //! after the next is planned.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, SwapRates, Time};
 use baton_handoff::TransferError;
-use baton_latency::{Backlog, StepModel, StepWork};
+use baton_latency::{Backlog, StepModel};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::launch::{Outgoing, StepLaunch};
-use crate::load::{Load, Recent};
+use crate::load::{Load, Recent, backlog, work};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
 use crate::todo::Todo;
@@ -267,12 +266,7 @@ impl<R: RoleCore> WorkerCore<R> {
 
     /// What it has to do, and what that costs, for who chooses workers.
     pub fn backlog(&self) -> Backlog {
-        let prompt = |work: StepWork, range: Range<u32>| work.with_prompt(range.start.into(), range.end.into());
-        let prompts = self.engine.prompts().fold(StepWork::default(), prompt);
-        let work = self.engine.answers().fold(prompts, |work, tokens| work.with_row(tokens.into()));
-        let limits = self.engine.config();
-        let step_tokens = limits.chunk.max(limits.pack_tokens).min(limits.token_budget);
-        Backlog { work, room: self.engine.room(), step_tokens, cost: self.steps.cost() }
+        backlog(&self.engine, self.steps.cost())
     }
 
     /// Launches another step if one more may be in flight and one can be planned. Otherwise waits for the oldest in
@@ -359,12 +353,4 @@ impl<R: RoleCore> WorkerCore<R> {
         }
         out.extend(self.role_effects.drain(..).map(Effect::Role));
     }
-}
-
-/// What a step computes. A row of one token that samples is a decode row, also when it is a prompt's last token.
-fn work(step: &Step) -> StepWork {
-    step.rows().iter().fold(StepWork::default(), |work, row| {
-        let (start, end) = (u64::from(row.start), u64::from(row.start + row.len));
-        if row.samples && row.len == 1 { work.with_row(end) } else { work.with_prompt(start, end) }
-    })
 }

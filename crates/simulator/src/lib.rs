@@ -55,6 +55,7 @@ mod processes;
 mod router;
 mod sabotage;
 mod scenario;
+pub mod serving;
 mod session_life;
 mod settings;
 mod stages;

@@ -156,13 +156,15 @@ impl WorkerNews {
     }
 
     fn load_event(&self, load: &Backlog) -> v1::LoadEvent {
-        let Backlog { work, room, step_tokens, cost } = *load;
+        let Backlog { work, coming, room, step_tokens, cost } = *load;
         let StepCost { base, row, context, chunk, token, pair } = cost;
         v1::LoadEvent {
             tokens: work.tokens,
             pairs: work.pairs,
             rows: work.rows,
             context: work.context,
+            coming_rows: coming.rows,
+            coming_context: coming.context,
             room,
             step_tokens,
             cost: (cost != StepCost::default()).then_some(v1::StepCost { base, row, context, chunk, token, pair }),
@@ -255,8 +257,8 @@ mod tests {
         assert_eq!((first.tokens, first.cost, first.followers), (0, None, 1));
         let began = Instant::now();
         let of = |room| {
-            let (cost, work) = (StepCost { base: 1.0, ..StepCost::default() }, Default::default());
-            Backlog { room, cost, step_tokens: 5, work }
+            let cost = StepCost { base: 1.0, ..StepCost::default() };
+            Backlog { room, cost, step_tokens: 5, ..Backlog::default() }
         };
         for room in -3..=0 {
             news.load(of(room));

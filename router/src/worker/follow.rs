@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use baton_policy::{Backlog, Followed, KvChange, StepCost, StepWork, Tally};
+use baton_policy::{Backlog, Coming, Followed, KvChange, StepCost, StepWork, Tally};
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::v1::{self, worker_event::Event};
 use baton_types::WorkerId;
@@ -103,12 +103,13 @@ async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> F
 
 /// What a worker says it has to do. What no cost can be counts as 0: unknown.
 fn backlog(event: &v1::LoadEvent) -> Backlog {
-    let v1::LoadEvent { tokens, pairs, rows, context, room, step_tokens, cost, followers: _ } = *event;
+    let v1::LoadEvent { tokens, pairs, rows, context, room, step_tokens, cost, .. } = *event;
     let v1::StepCost { base, row, context: read, chunk, token, pair } = cost.unwrap_or_default();
     let [base, row, read, chunk, token, pair] =
         [base, row, read, chunk, token, pair].map(|cost| if cost.is_finite() { cost.max(0.0) } else { 0.0 });
     let cost = StepCost { base, row, context: read, chunk, token, pair };
-    Backlog { work: StepWork { tokens, pairs, rows, context }, room, step_tokens, cost }
+    let coming = Coming { rows: event.coming_rows, context: event.coming_context };
+    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, cost }
 }
 
 /// `None`: a name is not whole.

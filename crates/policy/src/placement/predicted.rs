@@ -13,6 +13,7 @@
 use std::time::Duration;
 
 use baton_latency::{Backlog, StepCost, StepWork};
+use baton_membership::Role;
 use baton_types::WorkerId;
 
 use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
@@ -22,10 +23,12 @@ const DECODES: usize = 4;
 /// Workers of a role that are looked at, beside those that hold the prompt. Of few random ones the best is nearly as good as the best of all
 /// (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
 const LOOKS_AT: usize = 32;
-/// Sums of this ratio count as equal: predictions are no better than that.
-const ALIKE: f64 = 1.02;
-/// How much the time of what a prompt computes counts once more: prompts behind it wait for it.
-const BEHIND: f64 = 1.0;
+/// Sums that differ by so little, in seconds, count as equal.
+const ALIKE: f64 = 1e-3;
+/// Prompts that come while a prompt is computed, and wait for it: as many at least, and at most. In between, as many as wait now where fewest
+/// do: while some worker is idle, it matters little who computes; when all have queues, whatever is computed keeps all that come waiting.
+const BEHIND: f64 = 4.0;
+const MOST_BEHIND: f64 = 16.0;
 /// The longest wait for blocks, in seconds: nothing says when any will be free.
 const FULL: f64 = 600.0;
 /// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
@@ -53,8 +56,9 @@ impl Placement for Predicted {
         self.turn = self.turn.wrapping_add(1);
         let (eligible, usual) = (Eligible { view, request }, usual(view));
         let outlook = |worker| Outlook::of(worker, usual, request);
+        let soon = Soon::of(eligible.usable(Role::Prefill).map(outlook));
         let decodes = eligible.decode()?.into_iter().map(outlook);
-        let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(request), decode)).collect();
+        let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
         decodes.sort_by(|(a, _), (b, _)| a.sum().total_cmp(&b.sum()));
         let mut options = Vec::new();
         for (at, (answer, decode)) in decodes.iter().enumerate() {
@@ -65,11 +69,11 @@ impl Placement for Predicted {
             let prefills = eligible.prefill(decode.worker);
             if prefills.is_empty() || short {
                 let placed = Placed { decode: decode.worker.id, prefill: None };
-                options.push((decode.alone(answer, request), placed, decode.worker.in_flight));
+                options.push((decode.alone(answer, &soon, request), placed, decode.worker.in_flight));
             }
             for prefill in prefills.into_iter().filter(|_| at < DECODES) {
                 let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.id) };
-                options.push((outlook(prefill).split(answer), placed, prefill.in_flight));
+                options.push((outlook(prefill).split(answer, &soon), placed, prefill.in_flight));
             }
         }
         self.least(options).ok_or(PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 })
@@ -84,7 +88,7 @@ impl Predicted {
     /// The option with the least sum. Of options that are alike, the one whose worker has fewer requests of this router, then each in turn.
     fn least(&self, options: Vec<(Terms, Placed, u32)>) -> Option<Chosen> {
         let sum = |(terms, ..): &(Terms, Placed, u32)| terms.sum();
-        let most = options.iter().map(sum).min_by(f64::total_cmp)? * ALIKE;
+        let most = options.iter().map(sum).min_by(f64::total_cmp)? + ALIKE;
         let rank = |(_, placed, in_flight): &&(Terms, Placed, u32)| (*in_flight, self.mix(*placed));
         let (terms, placed, _) = *options.iter().filter(|option| sum(option) <= most).min_by_key(rank)?;
         let others = options.iter().filter(|(_, other, _)| *other != placed);
@@ -124,12 +128,16 @@ impl<'a> Outlook<'a> {
     }
 
     /// The part of a decode worker that gives the answer.
-    fn answer(&self, request: &PlacementInput<'_>) -> Terms {
-        let Backlog { work, cost, .. } = self.load;
-        let (expected, rows) = (f64::from(request.answer), work.rows as f64);
+    fn answer(&self, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
+        let cost = self.load.cost;
+        let expected = f64::from(request.answer);
         let context = u64::from(request.tokens) + u64::from(request.answer / 2);
-        let token = self.load.token(context).as_secs_f64();
-        let others = rows * expected * (cost.row + cost.context * context as f64);
+        // As long as the answers that are here now take.
+        let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
+        let lasts = cost.step(&now.with_row(context)).mul_f64(expected);
+        let beside = self.load.answers(soon.begins, lasts);
+        let token = cost.step(&beside.with_row(context)).as_secs_f64();
+        let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
         Terms {
             room: self.waits_for_blocks(token, request),
             token,
@@ -147,25 +155,48 @@ impl<'a> Outlook<'a> {
         if lacks <= 0 {
             return 0.0;
         }
-        let held = self.load.work.context as f64 / f64::from(size);
+        let held = (self.load.work.context + self.load.coming.context) as f64 / f64::from(size);
         let seconds = token * f64::from(request.answer.max(1));
         if held > 0.0 { (lacks as f64 * seconds / held).min(FULL) } else { FULL }
     }
 
     /// A prefill worker computes the prompt for a decode worker with this `answer`.
-    fn split(&self, answer: &Terms) -> Terms {
+    fn split(&self, answer: &Terms, soon: &Soon) -> Terms {
         let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
-        Terms { queue, compute, others: answer.others + BEHIND * compute, ..*answer }
+        Terms { queue, compute, others: answer.others + soon.behind * compute, ..*answer }
     }
 
     /// A decode worker computes the prompt itself: the answers beside it wait.
-    fn alone(&self, answer: &Terms, request: &PlacementInput<'_>) -> Terms {
+    fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
-        let prompts = StepWork { rows: 0, context: 0, ..StepWork::default() };
-        let own = prompts.with_prompt(self.cached.into(), request.tokens.into());
+        let own = StepWork::default().with_prompt(self.cached.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into()).as_secs_f64();
-        let others = answer.others + BEHIND * compute + self.load.work.rows as f64 * slows;
+        let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
         Terms { queue, compute, others, ..*answer }
+    }
+}
+
+/// What is so whichever prefill worker is taken.
+struct Soon {
+    /// How long until the answer begins, where it begins first.
+    begins: Duration,
+    /// How many prompts wait for what this one computes.
+    behind: f64,
+}
+
+impl Soon {
+    fn of<'a>(prefills: impl Iterator<Item = Outlook<'a>>) -> Soon {
+        let (mut begins, mut queue, mut compute) = (f64::INFINITY, f64::INFINITY, 0.0f64);
+        for prefill in prefills {
+            let queued = prefill.load.queue().as_secs_f64();
+            (begins, queue) = (begins.min(queued + prefill.computes), queue.min(queued));
+            compute = compute.max(prefill.computes);
+        }
+        if !begins.is_finite() {
+            return Soon { begins: Duration::ZERO, behind: BEHIND };
+        }
+        let behind = BEHIND + queue / compute.max(1e-3);
+        Soon { begins: Duration::from_secs_f64(begins), behind: behind.min(MOST_BEHIND) }
     }
 }
 
@@ -181,7 +212,7 @@ fn held(worker: WorkerId, request: &PlacementInput<'_>) -> u32 {
 fn unknown(worker: &Candidate<'_>, request: &PlacementInput<'_>) -> Backlog {
     let (requests, tokens) = (u64::from(worker.in_flight), u64::from(request.tokens));
     let work = StepWork { rows: requests, context: requests * tokens, ..StepWork::default() };
-    Backlog { work, room: i64::MAX, step_tokens: 512, cost: StepCost::default() }
+    Backlog { work, room: i64::MAX, step_tokens: 512, ..Backlog::default() }
 }
 
 /// The mean of what the workers have learned; what none has is nominal.

@@ -197,7 +197,7 @@ fn an_error_says_why_nobody_can() {
 /// What a worker says: it has so much to do, and room for all.
 fn load(work: StepWork) -> Option<Backlog> {
     let cost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 5e-5, pair: 0.0 };
-    Some(Backlog { work, room: 10_000, step_tokens: 512, cost })
+    Some(Backlog { work, room: 10_000, step_tokens: 512, cost, ..Backlog::default() })
 }
 
 fn loaded() -> Vec<Candidate<'static>> {
@@ -225,7 +225,7 @@ fn a_prompt_goes_where_it_is_computed_first() {
     let by = [Holder { worker: WorkerId(1), blocks: 240 }];
     let held = PlacementInput { held: Held { blocks: 250, by: &by }, ..LONG };
     assert_eq!(place(&mut policy, &view, &held), Some(1), "who holds it has less to compute");
-    view[0].load = queue(12_000);
+    view[0].load = queue(30_000);
     assert_eq!(place(&mut policy, &view, &held), Some(2), "the queue is longer than that");
     let (decode, prefill) = (WorkerId(11), Some(WorkerId(2)));
     let sent = |age| Some(Sent { to: Placed { decode, prefill }, blocks: 240, age });
@@ -244,8 +244,9 @@ fn an_answer_goes_where_its_tokens_come_fastest_and_there_is_room() {
     let chosen = place(&mut policy, &view);
     assert_eq!(chosen.placed.decode.0, 12);
     let why = chosen.why.unwrap();
-    assert!((why.terms.token - 0.01261).abs() < 1e-4, "{why:?}");
-    assert!(why.terms.room == 0.0 && why.next.unwrap().1.sum() > why.terms.sum() / 1.02 && why.considered == 6);
+    // Eight of the ten answers are left when this one begins.
+    assert!((why.terms.token - 0.0118).abs() < 1e-4, "{why:?}");
+    assert!(why.terms.room == 0.0 && why.next.unwrap().1.sum() > why.terms.sum() - 1e-3 && why.considered == 6);
     view[3].load.as_mut().unwrap().room = -3000;
     let chosen = place(&mut policy, &view);
     assert_eq!(chosen.placed.decode.0, 13, "not where it would wait for blocks");

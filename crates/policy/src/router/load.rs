@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     fn rows(load: &Load) -> Option<(u64, i64)> {
-        load.now().map(|backlog| (backlog.work.rows, backlog.room))
+        load.now().map(|backlog| (backlog.coming.rows, backlog.room))
     }
 
     #[test]
