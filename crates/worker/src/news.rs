@@ -38,7 +38,8 @@ pub(crate) struct WorkerNews {
     feed: Mutex<CacheFeed>,
     changes: broadcast::Sender<Arc<CacheChange>>,
     changed: Notify,
-    load: watch::Sender<Backlog>,
+    /// What there is to do, and since when it is so known.
+    load: watch::Sender<(Backlog, Option<Instant>)>,
     followers: Arc<Semaphore>,
     ended: CancellationToken,
 }
@@ -73,7 +74,10 @@ impl WorkerNews {
 
     /// Takes in what the worker has to do now.
     pub fn load(&self, now: Backlog) {
-        self.load.send_if_modified(|load| std::mem::replace(load, now) != now);
+        self.load.send_if_modified(|(load, at)| {
+            *at = Some(Instant::now());
+            std::mem::replace(load, now) != now
+        });
     }
 
     /// Passes on what was noted, until the task is dropped.
@@ -138,7 +142,8 @@ impl WorkerNews {
                 change = changes.recv() => change,
                 () = changed(&mut load, due) => {
                     due = Instant::now() + GATHER;
-                    let event = self.load_event(&load.borrow_and_update());
+                    let (backlog, at) = *load.borrow_and_update();
+                    let event = self.load_event(&backlog, at.map_or(Duration::ZERO, |at| at.elapsed()));
                     say_one(events, Event::Load(event)).await?;
                     continue;
                 }
@@ -155,7 +160,7 @@ impl WorkerNews {
         }
     }
 
-    fn load_event(&self, load: &Backlog) -> v1::LoadEvent {
+    fn load_event(&self, load: &Backlog, age: Duration) -> v1::LoadEvent {
         let Backlog { work, coming, room, step_tokens, cost } = *load;
         let StepCost { base, row, context, chunk, token, pair } = cost;
         v1::LoadEvent {
@@ -168,13 +173,14 @@ impl WorkerNews {
             room,
             step_tokens,
             cost: (cost != StepCost::default()).then_some(v1::StepCost { base, row, context, chunk, token, pair }),
+            age_us: u64::try_from(age.as_micros()).unwrap_or(u64::MAX),
             followers: (FOLLOWERS - self.followers.available_permits()) as u32,
         }
     }
 }
 
 /// Waits until the load has changed, and at least until `due`.
-async fn changed(load: &mut watch::Receiver<Backlog>, due: Instant) {
+async fn changed(load: &mut watch::Receiver<(Backlog, Option<Instant>)>, due: Instant) {
     sleep_until(due).await;
     // The sender lives as long as whoever waits here.
     let _ = load.changed().await;

@@ -18,6 +18,8 @@ use super::link::WorkerChannel;
 /// Time until a worker is asked again, the first time and at most.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
+/// What a worker says is never taken for older.
+const OLDEST: Duration = Duration::from_secs(60);
 
 /// Follows a worker until it has `left`, and then forgets what it held. `before`: the task that did so for a worker of this id, which has to end
 /// first.
@@ -72,7 +74,8 @@ async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Stre
         let event = match event {
             Some(Event::Cache(event)) => event,
             Some(Event::Load(event)) => {
-                workers.upgrade()?.told(worker, backlog(&event), event.followers);
+                let age = Duration::from_micros(event.age_us).min(OLDEST);
+                workers.upgrade()?.told(worker, backlog(&event), event.followers, age);
                 continue;
             }
             None => continue,

@@ -249,9 +249,10 @@ impl Workers {
         self.fleet().note(placed, names, answer, Instant::now().into_std());
     }
 
-    /// A worker says what it has to do.
-    fn told(&self, worker: WorkerId, backlog: Backlog, routers: u32) {
-        self.fleet().told(worker, backlog, routers, Instant::now().into_std());
+    /// A worker says what it had to do so long ago.
+    fn told(&self, worker: WorkerId, backlog: Backlog, routers: u32, age: Duration) {
+        let now = Instant::now().into_std();
+        self.fleet().told(worker, backlog, routers, now.checked_sub(age).unwrap_or(now));
     }
 
     /// The connection to a worker. It counts as a request in flight until it is dropped.

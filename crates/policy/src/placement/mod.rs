@@ -120,6 +120,8 @@ pub struct Terms {
     pub queue: f64,
     /// Computing what is not cached of its prompt.
     pub compute: f64,
+    /// The part of the handoff that nothing hides.
+    pub handoff: f64,
     /// From one token of the answer to the next.
     pub token: f64,
     /// The expected tokens of the answer.
@@ -136,7 +138,7 @@ impl Terms {
 
     /// What is least where the request is placed.
     pub fn sum(&self) -> f64 {
-        self.first_token() + self.answer + self.others
+        self.first_token() + self.handoff + self.answer + self.others
     }
 }
 

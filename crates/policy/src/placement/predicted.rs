@@ -29,6 +29,10 @@ const ALIKE: f64 = 1e-3;
 /// do: while some worker is idle, it matters little who computes; when all have queues, whatever is computed keeps all that come waiting.
 const BEHIND: f64 = 4.0;
 const MOST_BEHIND: f64 = 16.0;
+/// Workers whose times differ by less than this ratio are taken for equal.
+const LIKE: f64 = 1.25;
+/// What the handoff of a token takes, as a share of computing it.
+const HANDOFF: f64 = 0.1;
 /// The longest wait for blocks, in seconds: nothing says when any will be free.
 const FULL: f64 = 600.0;
 /// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
@@ -117,8 +121,8 @@ struct Outlook<'a> {
 impl<'a> Outlook<'a> {
     fn of(worker: &'a Candidate<'a>, usual: StepCost, request: &PlacementInput<'_>) -> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
-        let load = Backlog { cost: known(load.cost, usual), ..load };
         let cached = held(worker.id, request).saturating_mul(request.block_size).min(request.tokens.saturating_sub(1));
+        let load = Backlog { cost: cost(&load, usual, request), ..load };
         let computes = load.prompt(cached.into(), request.tokens.into()).as_secs_f64();
         Outlook { worker, load, cached, computes }
     }
@@ -138,13 +142,9 @@ impl<'a> Outlook<'a> {
         let beside = self.load.answers(soon.begins, lasts);
         let token = cost.step(&beside.with_row(context)).as_secs_f64();
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
-        Terms {
-            room: self.waits_for_blocks(token, request),
-            token,
-            answer: token * expected,
-            others,
-            ..Terms::default()
-        }
+        let handoff = HANDOFF * cost.token * f64::from(self.missing(request));
+        let room = self.waits_for_blocks(token, request);
+        Terms { room, token, handoff, answer: token * expected, others, ..Terms::default() }
     }
 
     /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
@@ -172,7 +172,7 @@ impl<'a> Outlook<'a> {
         let own = StepWork::default().with_prompt(self.cached.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into()).as_secs_f64();
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
-        Terms { queue, compute, others, ..*answer }
+        Terms { queue, compute, others, handoff: 0.0, ..*answer }
     }
 }
 
@@ -240,8 +240,21 @@ fn knows_prompts(cost: &StepCost) -> bool {
     cost.chunk + cost.token + cost.pair > 0.0
 }
 
-fn known(cost: StepCost, usual: StepCost) -> StepCost {
-    let StepCost { base, row, context, .. } = if knows_rows(&cost) { cost } else { usual };
-    let StepCost { chunk, token, pair, .. } = if knows_prompts(&cost) { cost } else { usual };
+/// What steps cost on a worker: its own where it has learned that, and where it is another kind of worker than is usual. Without the latter, the
+/// one of many equal workers whose luck was best would get all prompts while it is idle, and evict what it holds.
+fn cost(load: &Backlog, usual: StepCost, request: &PlacementInput<'_>) -> StepCost {
+    let like = |own: Duration, usual: Duration| {
+        let ratio = own.as_secs_f64() / usual.as_secs_f64().max(1e-9);
+        (1.0 / LIKE..=LIKE).contains(&ratio)
+    };
+    let (own, tokens) = (load.cost, u64::from(request.tokens));
+    let rows = load.work.with_row(tokens);
+    let answers = StepWork { tokens: 0, pairs: 0, ..rows };
+    let prompt = StepWork::default().with_prompt(0, tokens.max(1));
+    let prompts = |cost: StepCost| cost.prompts(&prompt, load.step_tokens.into());
+    let other_rows = knows_rows(&own) && !like(own.step(&answers), usual.step(&answers));
+    let other_prompts = knows_prompts(&own) && !like(prompts(own), prompts(usual));
+    let StepCost { base, row, context, .. } = if other_rows { own } else { usual };
+    let StepCost { chunk, token, pair, .. } = if other_prompts { own } else { usual };
     StepCost { base, row, context, chunk, token, pair }
 }

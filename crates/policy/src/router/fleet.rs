@@ -217,14 +217,14 @@ impl Fleet {
         };
         let mut placed = some.map(|some| {
             let members = some.iter().filter_map(|id| view.get(*id));
-            placement.place(&candidates(members, workers, well), &input)
+            placement.place(&candidates(members, workers, now, well), &input)
         });
         // Those that were looked at may all be unfit.
         if placed.as_ref().is_none_or(Result::is_err) {
             let all = || view.members.iter();
-            let first = placement.place(&candidates(all(), workers, well), &input);
-            let second = first.or_else(|_| placement.place(&candidates(all(), workers, there), &input));
-            placed = Some(second.or_else(|_| placement.place(&candidates(all(), workers, |_, _| true), &input)));
+            let first = placement.place(&candidates(all(), workers, now, well), &input);
+            let second = first.or_else(|_| placement.place(&candidates(all(), workers, now, there), &input));
+            placed = Some(second.or_else(|_| placement.place(&candidates(all(), workers, now, |_, _| true), &input)));
         }
         let chosen = placed.map_or(Err(Failure::new(ErrorKind::Unavailable, "no workers")), |placed| {
             placed.map_err(|e| Failure::new(e.kind(), e.to_string()))
@@ -277,10 +277,10 @@ impl Fleet {
         }
     }
 
-    /// A worker says what it has to do, and how many routers hear it.
-    pub fn told(&mut self, worker: WorkerId, backlog: Backlog, routers: u32, now: Instant) {
+    /// A worker says what it had to do at that time, and how many routers hear it.
+    pub fn told(&mut self, worker: WorkerId, backlog: Backlog, routers: u32, at: Instant) {
         if let Some(worker) = self.workers.get_mut(&worker) {
-            worker.load.told(backlog, routers, now);
+            worker.load.told(backlog, routers, at);
         }
     }
 
@@ -348,9 +348,12 @@ impl Fleet {
 
     /// Why no request can be served now; None when one can.
     pub fn not_ready(&self) -> Option<String> {
-        let mut all = candidates(self.view.members.iter(), &self.workers, |_, _| true).into_iter();
-        let usable = all.any(|c| c.role == Role::Decode && c.model == self.model && !c.draining);
-        (!usable).then(|| format!("no decode worker for model {:?} yet", self.model))
+        let usable = |m: &Member| {
+            let takes = self.workers.get(&m.id).is_some_and(|worker| !worker.draining) && !m.draining;
+            m.role == Role::Decode && m.model == self.model && takes
+        };
+        let none = !self.view.members.iter().any(usable);
+        none.then(|| format!("no decode worker for model {:?} yet", self.model))
     }
 
     /// The capacity of the workers in the view. A worker may be configured with a shorter context than its model has.
@@ -426,11 +429,12 @@ fn works(member: &Member) -> bool {
 fn candidates<'a>(
     members: impl Iterator<Item = &'a Member>,
     workers: &BTreeMap<WorkerId, Worker>,
+    now: Instant,
     which: impl Fn(WorkerId, &Worker) -> bool,
 ) -> Vec<Candidate<'a>> {
     let candidate = |m: &'a Member| {
         let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
-        let (draining, in_flight, load) = (m.draining || worker.draining, worker.in_flight(), worker.load.now());
+        let (draining, in_flight, load) = (m.draining || worker.draining, worker.in_flight(), worker.load.now(now));
         Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight, load })
     };
     members.filter(|m| works(m)).filter_map(candidate).collect()

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use baton_latency::{Backlog, StepWork};
 
-/// For so long after a request's stream was opened, the worker's word may not cover it: it gathers news for 50 ms.
-const UNTOLD: Duration = Duration::from_millis(100);
+/// For so long after a request's stream was opened, the worker may not have taken it in.
+const UNTOLD: Duration = Duration::from_millis(2);
 /// A request whose stream is not open after this long went another way.
 const LOST: Duration = Duration::from_secs(5);
 /// Most requests that are counted apart (I5).
@@ -14,7 +14,7 @@ const MOST: usize = 1024;
 /// The load of one worker.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Load {
-    told: Option<Backlog>,
+    told: Option<(Backlog, Instant)>,
     /// Routers that place requests here, this one included; 0 or 1: only this one.
     routers: u32,
     sent: Vec<Sent>,
@@ -31,10 +31,10 @@ struct Sent {
 }
 
 impl Load {
-    /// The worker says what it has to do.
-    pub fn told(&mut self, backlog: Backlog, routers: u32, now: Instant) {
-        (self.told, self.routers) = (Some(backlog), routers);
-        self.forget(now);
+    /// The worker says what it had to do at that time.
+    pub fn told(&mut self, backlog: Backlog, routers: u32, at: Instant) {
+        (self.told, self.routers) = (Some((backlog, at)), routers);
+        self.forget(at);
     }
 
     /// A request was placed here that adds so much.
@@ -54,8 +54,9 @@ impl Load {
         }
     }
 
-    fn forget(&mut self, now: Instant) {
-        let since = |at: Instant| now.saturating_duration_since(at);
+    /// Forgets what the worker knew at that time.
+    fn forget(&mut self, at: Instant) {
+        let since = |sent: Instant| at.saturating_duration_since(sent);
         self.sent.retain(|sent| match sent.opened {
             Some(opened) => since(opened) < UNTOLD,
             None => since(sent.placed) < LOST,
@@ -63,24 +64,36 @@ impl Load {
     }
 
     /// What the worker has to do now; `None`: it never said. Other routers see the same and choose alike, so each is taken to have sent as much
-    /// here as this one did.
-    pub fn now(&self) -> Option<Backlog> {
+    /// here as this one did. What was queued when the worker spoke, it has worked on since.
+    pub fn now(&self, now: Instant) -> Option<Backlog> {
+        let (told, at) = self.told?;
         let routers = u64::from(self.routers.max(1));
         let add = |backlog: Backlog, sent: &Sent| {
             let StepWork { tokens, pairs, rows, context } = sent.work;
             let [tokens, pairs, rows, context] = [tokens, pairs, rows, context].map(|n| n.saturating_mul(routers));
             backlog.with(StepWork { tokens, pairs, rows, context }, sent.blocks.saturating_mul(routers as u32))
         };
-        self.told.map(|told| self.sent.iter().fold(told, add))
+        let mut load = self.sent.iter().fold(told, add);
+        let began = if told.work.tokens > 0 { Some(at) } else { self.sent.iter().find_map(|sent| sent.opened) };
+        let worked = began.map_or(Duration::ZERO, |began| now.saturating_duration_since(began));
+        let queue = load.queue();
+        if !worked.is_zero() && !queue.is_zero() {
+            let left = 1.0 - (worked.as_secs_f64() / queue.as_secs_f64()).min(1.0);
+            let scaled = |n: u64| (n as f64 * left) as u64;
+            (load.work.tokens, load.work.pairs) = (scaled(load.work.tokens), scaled(load.work.pairs));
+        }
+        Some(load)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_latency::StepCost;
+
     use super::*;
 
     fn rows(load: &Load) -> Option<(u64, i64)> {
-        load.now().map(|backlog| (backlog.coming.rows, backlog.room))
+        load.now(Instant::now()).map(|backlog| (backlog.coming.rows, backlog.room))
     }
 
     #[test]
@@ -95,9 +108,9 @@ mod tests {
         load.sent(row, 5, at(3));
         assert_eq!(rows(&load), Some((2, 90)));
         load.opened(at(10));
-        load.told(empty, 1, at(109));
+        load.told(empty, 1, at(11));
         assert_eq!(rows(&load), Some((2, 90)), "it may not know of it yet");
-        load.told(empty.with(row, 5), 1, at(110));
+        load.told(empty.with(row, 5), 1, at(12));
         assert_eq!(rows(&load), Some((2, 90)), "its own word, and one that was not opened");
         load.told(empty, 1, at(5003));
         assert_eq!(rows(&load), Some((0, 100)), "that one went another way");
@@ -109,6 +122,22 @@ mod tests {
         load.told(Backlog::default(), 3, now);
         load.sent(StepWork::default().with_row(10), 5, now);
         assert_eq!(rows(&load), Some((3, -15)));
+    }
+
+    #[test]
+    fn a_worker_works_on_while_it_says_nothing() {
+        let (mut load, begun) = (Load::default(), Instant::now());
+        let cost = StepCost { token: 1e-3, ..StepCost::default() };
+        let at = |ms: u64| begun + Duration::from_millis(ms);
+        let tokens = |load: &Load, ms| load.now(at(ms)).unwrap().work.tokens;
+        let work = StepWork { tokens: 100, ..StepWork::default() };
+        load.told(Backlog { work, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
+        assert_eq!((tokens(&load, 0), tokens(&load, 25), tokens(&load, 200)), (100, 75, 0));
+        load.told(Backlog { cost, step_tokens: 50, ..Backlog::default() }, 1, at(200));
+        load.sent(work, 0, at(300));
+        assert_eq!(tokens(&load, 320), 100, "its stream is not open yet");
+        load.opened(at(320));
+        assert_eq!(tokens(&load, 340), 80);
     }
 
     /// I5.
