@@ -9,6 +9,9 @@
 //! The numbers are how many times as fast as recorded the requests come; for `agents`, how many agents begin a second.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "an example")]
 
+use std::time::Duration;
+
+use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, NAMED, Outcome, Policy, Prompt, Setup, agents, faster, serve};
 
 /// What a request has to meet, in seconds: the first token, and the mean time from one to the next.
@@ -23,8 +26,20 @@ fn main() {
     let count = arguments.next().map_or(usize::MAX, |count| count.parse().unwrap());
     println!("16 prefill and 16 decode workers; SLOs: first token {TTFT} s, then {} ms", ITL * 1e3);
     println!(
-        "{:>6} {:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>8} {:>12}",
-        "rate", "placement", "ttft", "p50", "p99", "itl ms", "p50", "p99", "hits", "met", "goodput", "errors"
+        "{:>6} {:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>8} {:>8} {:>12}",
+        "rate",
+        "placement",
+        "ttft",
+        "p50",
+        "p99",
+        "itl ms",
+        "p50",
+        "p99",
+        "hits",
+        "met",
+        "goodput",
+        "rejected",
+        "errors"
     );
     for rate in rates.split(',').map(|rate| rate.parse::<f64>().unwrap()) {
         let prompts = prompts(&workload, rate, count);
@@ -34,12 +49,15 @@ fn main() {
             ("affinity", Policy::Affinity),
             ("held", Policy::Held),
             ("predicted", Policy::Predicted),
+            ("rejecting", Policy::Predicted),
         ] {
             if only.as_ref().is_some_and(|only| !only.split(',').any(|only| only == name || only == "all")) {
                 continue;
             }
             let hardware = Hardware::LLAMA_8B_ON_H200;
-            let setup = Setup { hardware, prefills: 16, decodes: 16, routers: 1, policy, local: 256 };
+            let limit = |seconds| (name == "rejecting").then(|| Duration::from_secs_f64(seconds));
+            let slo = Slo { first_token: limit(TTFT), token: limit(ITL) };
+            let setup = Setup { hardware, prefills: 16, decodes: 16, routers: 1, policy, local: 256, slo };
             print(rate, name, &serve(&setup, &prompts));
         }
     }
@@ -48,7 +66,7 @@ fn main() {
 fn print(rate: f64, name: &str, outcome: &Outcome) {
     let (ttft, itl, errors) = (outcome.ttft(), outcome.itl(), outcome.errors());
     println!(
-        "{rate:>6} {name:<12} {:>8.3} {:>8.3} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>6.3} {:>6.3} {:>8.2} {:>5.2} {:>5.2}",
+        "{rate:>6} {name:<12} {:>8.3} {:>8.3} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>6.3} {:>6.3} {:>8.2} {:>8} {:>5.2} {:>5.2}",
         ttft.mean,
         ttft.p50,
         ttft.p99,
@@ -58,6 +76,7 @@ fn print(rate: f64, name: &str, outcome: &Outcome) {
         outcome.hits(),
         outcome.attainment(TTFT, ITL),
         outcome.goodput(TTFT, ITL),
+        outcome.rejected,
         errors.0,
         errors.1
     );

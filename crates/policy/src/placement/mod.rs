@@ -4,7 +4,10 @@
 //! alone decides which workers may run a request. Implementations only choose among those.
 
 mod predicted;
+mod slo;
 mod turns;
+
+use std::time::Duration;
 
 use baton_latency::Backlog;
 use baton_membership::Role;
@@ -14,6 +17,7 @@ use crate::kv_index::Holder;
 use crate::prefixes::Sent;
 
 pub use predicted::Predicted;
+pub use slo::{Missed, Slo};
 pub use turns::{LeastLoaded, RoundRobin};
 
 /// One worker, as placement sees it.
@@ -54,6 +58,8 @@ pub struct PlacementInput<'a> {
     pub answer: u32,
     /// Tokens of a block.
     pub block_size: u32,
+    /// When its tokens have to come, where that is predicted.
+    pub slo: Slo,
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
     pub held: Held<'a>,
     /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
@@ -149,7 +155,7 @@ impl From<Placed> for Chosen {
 }
 
 /// No worker can take the request.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum PlacementError {
     /// No decode worker serves the model now.
     #[error("no decode worker for model {model:?} is available ({draining} draining); start one, or retry later")]
@@ -167,11 +173,27 @@ pub enum PlacementError {
         /// Decode workers left out for that reason.
         failed: usize,
     },
+    /// There are workers, and its tokens would come too late from each.
+    #[error(transparent)]
+    Late(Missed),
+}
+
+impl PlacementError {
+    /// When the same request would be taken; `None`: nothing says.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            PlacementError::Late(missed) => missed.retry_after(),
+            PlacementError::NoDecodeWorker { .. } | PlacementError::AllFailed { .. } => None,
+        }
+    }
 }
 
 impl BatonError for PlacementError {
     fn kind(&self) -> ErrorKind {
-        ErrorKind::Unavailable
+        match self {
+            PlacementError::NoDecodeWorker { .. } | PlacementError::AllFailed { .. } => ErrorKind::Unavailable,
+            PlacementError::Late(_) => ErrorKind::ResourceExhausted,
+        }
     }
 }
 

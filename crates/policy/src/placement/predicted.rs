@@ -80,7 +80,7 @@ impl Placement for Predicted {
                 options.push((outlook(prefill).split(answer, &soon), placed, prefill.in_flight));
             }
         }
-        self.least(options).ok_or(PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 })
+        self.least(options, request)
     }
 
     fn looks_at(&self) -> usize {
@@ -89,15 +89,28 @@ impl Placement for Predicted {
 }
 
 impl Predicted {
-    /// The option with the least sum. Of options that are alike, the one whose worker has fewer requests of this router, then each in turn.
-    fn least(&self, options: Vec<(Terms, Placed, u32)>) -> Option<Chosen> {
+    /// The option with the least sum, of those that meet the SLO. Of options that are alike, the one whose worker has fewer requests of this
+    /// router, then each in turn.
+    fn least(
+        &self,
+        options: Vec<(Terms, Placed, u32)>,
+        request: &PlacementInput<'_>,
+    ) -> Result<Chosen, PlacementError> {
         let sum = |(terms, ..): &(Terms, Placed, u32)| terms.sum();
-        let most = options.iter().map(sum).min_by(f64::total_cmp)? + ALIKE;
+        let meets = |(terms, ..): &&(Terms, Placed, u32)| request.slo.missed(terms).is_none();
+        let Some(most) = options.iter().filter(meets).map(sum).min_by(f64::total_cmp) else {
+            let missed = options.iter().filter_map(|(terms, ..)| request.slo.missed(terms));
+            let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
+            // Of the decode workers there is at least one, and so there is an option.
+            let none = PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 };
+            return Err(least.map_or(none, PlacementError::Late));
+        };
         let rank = |(_, placed, in_flight): &&(Terms, Placed, u32)| (*in_flight, self.mix(*placed));
-        let (terms, placed, _) = *options.iter().filter(|option| sum(option) <= most).min_by_key(rank)?;
+        let alike = options.iter().filter(meets).filter(|option| sum(option) <= most + ALIKE);
+        let (terms, placed, _) = *alike.min_by_key(rank).unwrap_or(&options[0]);
         let others = options.iter().filter(|(_, other, _)| *other != placed);
         let next = others.min_by(|a, b| sum(a).total_cmp(&sum(b))).map(|(terms, placed, _)| (*placed, *terms));
-        Some(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }) })
+        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }) })
     }
 
     /// A number that orders equals, another one in each turn.

@@ -26,6 +26,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     tokens: 100,
     answer: 100,
     block_size: 16,
+    slo: Slo { first_token: None, token: None },
     split: true,
     decode: None,
     avoid: &[],
@@ -283,4 +284,23 @@ fn unknown_workers_are_neither_shunned_nor_flooded() {
     view[4].load = rows(20);
     let placed = [(); 20].map(|()| policy.place(&view, &LONG).unwrap().placed.decode.0);
     assert_eq!(placed, [12; 20], "it has nothing to do, and costs what the others do");
+}
+
+#[test]
+fn what_would_come_too_late_is_rejected_and_says_why() {
+    let (mut policy, mut view) = (Predicted::new(0), loaded());
+    (view[0].load, view[1].load) = (queue(60_000), queue(40_000));
+    let slo = |first_token: u64| Slo { first_token: Some(Duration::from_millis(first_token)), token: None };
+    let ask = |first_token| PlacementInput { slo: slo(first_token), ..LONG };
+    assert_eq!(ids(policy.place(&view, &ask(3000)).unwrap()).1, Some(2));
+    let PlacementError::Late(missed) = policy.place(&view, &ask(2000)).unwrap_err() else { panic!() };
+    assert!(missed.terms.queue < 2.4, "of the worker where it is least late: {missed}");
+    assert_eq!(missed.retry_after(), Some(Duration::from_secs(1)));
+    view[1].load = queue(0);
+    view[2..].iter_mut().for_each(|decode| decode.load = rows(100));
+    let slow = PlacementInput { slo: Slo { first_token: None, token: Some(Duration::from_millis(20)) }, ..LONG };
+    let PlacementError::Late(missed) = policy.place(&view, &slow).unwrap_err() else { panic!() };
+    assert!(missed.token.is_some() && missed.first_token.is_none(), "{missed}");
+    view[3].load = rows(3);
+    assert_eq!(ids(policy.place(&view, &slow).unwrap()).0, 12, "there it is met");
 }

@@ -48,6 +48,8 @@ pub struct Failure {
     pub message: String,
     /// What the failure says about the worker.
     pub worker: Condition,
+    /// When the same request would be taken; `None`: nothing says.
+    pub retry_after: Option<Duration>,
 }
 
 /// What a failure says about its worker. It decides whether this request asks that worker again.
@@ -65,7 +67,7 @@ pub enum Condition {
 impl Failure {
     /// A failure of this kind, of a worker that may recover.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), worker: Condition::Usable }
+        Failure { kind, message: message.into(), worker: Condition::Usable, retry_after: None }
     }
 
     /// The failure of a worker that does not respond ([`Condition::Silent`]).

@@ -24,7 +24,7 @@ use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
 use super::outliers::{Outcome, Subject, Verdict};
 use super::pace::{self, DecodePace};
-use crate::placement::Placed;
+use crate::placement::{Placed, Slo};
 use crate::prefixes::Prefixes;
 use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 
@@ -52,6 +52,8 @@ pub struct NewRequest {
     pub deadline: Instant,
     /// How long workers may send nothing.
     pub patience: Patience,
+    /// When its tokens have to come. A request that was placed once is not given up for it.
+    pub slo: Slo,
 }
 
 /// How long to wait for a worker whose stream is open and that sends nothing. Then the request goes on elsewhere. Its process may be alive
@@ -434,7 +436,8 @@ impl Choice {
                 let emitted = self.machine.emitted().len() as u32;
                 let tokens = self.request.prompt.len() as u32 + emitted;
                 let most = self.request.limits.max_tokens.saturating_sub(emitted);
-                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most }));
+                let slo = if self.placed.is_none() { self.request.slo } else { Slo::default() };
+                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most, slo }));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use baton_kv_cache::BlockName;
 use baton_latency::{Backlog, StepWork};
 use baton_membership::{Member, Role, View};
-use baton_types::{BatonError, ErrorKind, WorkerId, hash_bytes};
+use baton_types::{BatonError, WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
@@ -19,7 +19,7 @@ use super::load::Load;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
 use crate::kv_index::Holder;
-use crate::placement::{Candidate, Chosen, Held, Placed, Placement, PlacementInput};
+use crate::placement::{Candidate, Chosen, Held, Placed, Placement, PlacementError, PlacementInput, Slo};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
 
@@ -80,6 +80,8 @@ pub struct Ask {
     pub tokens: u32,
     /// Most tokens that the answer may still have.
     pub most: u32,
+    /// When its tokens have to come.
+    pub slo: Slo,
 }
 
 /// The workers that joined and left with a view.
@@ -208,26 +210,32 @@ impl Fleet {
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
-        let Ask { split, decode, tokens, .. } = *ask;
+        let Ask { split, decode, tokens, slo, .. } = *ask;
         let avoid = &ask.avoid;
-        let input = PlacementInput { model, split, decode, avoid, tokens, answer, block_size, sent, held, apart };
+        let input = PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, sent, held, apart };
         let there = |id, worker: &Worker| !worker.lost || decode == Some(id);
         let well = |id, worker: &Worker| {
             there(id, worker) && (outliers.allows(Subject::Worker(id), now) || decode == Some(id))
         };
-        let mut placed = some.map(|some| {
-            let members = some.iter().filter_map(|id| view.get(*id));
-            placement.place(&candidates(members, workers, now, well), &input)
-        });
-        // Those that were looked at may all be unfit.
-        if placed.as_ref().is_none_or(Result::is_err) {
-            let all = || view.members.iter();
-            let first = placement.place(&candidates(all(), workers, now, well), &input);
-            let second = first.or_else(|_| placement.place(&candidates(all(), workers, now, there), &input));
-            placed = Some(second.or_else(|_| placement.place(&candidates(all(), workers, now, |_, _| true), &input)));
+        let some: Option<Vec<&Member>> = some.map(|some| some.iter().filter_map(|id| view.get(*id)).collect());
+        // Those that are looked at may all be unfit: then all are.
+        let tries: [(Option<&[&Member]>, Which<'_>); 4] =
+            [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_, _| true)];
+        let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
+        for (members, which) in tries {
+            let found = match members {
+                Some(members) => candidates(members.iter().copied(), workers, now, which),
+                None => candidates(view.members.iter(), workers, now, which),
+            };
+            chosen = placement.place(&found, &input);
+            // Workers that are lost, or do worse than others, are no faster.
+            if matches!(chosen, Ok(_) | Err(PlacementError::Late(_))) {
+                break;
+            }
         }
-        let chosen = placed.map_or(Err(Failure::new(ErrorKind::Unavailable, "no workers")), |placed| {
-            placed.map_err(|e| Failure::new(e.kind(), e.to_string()))
+        let chosen = chosen.map_err(|error| Failure {
+            retry_after: error.retry_after(),
+            ..Failure::new(error.kind(), error.to_string())
         })?;
         let Placed { decode, prefill } = chosen.placed;
         outliers.placed(Subject::Worker(decode), now);
@@ -420,6 +428,9 @@ impl std::fmt::Debug for Fleet {
         f.debug_struct("Fleet").field("model", model).field("view", view).field("workers", workers).finish()
     }
 }
+
+/// Which workers are candidates.
+type Which<'a> = &'a dyn Fn(WorkerId, &Worker) -> bool;
 
 /// True for members that run requests.
 fn works(member: &Member) -> bool {

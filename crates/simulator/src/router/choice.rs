@@ -62,6 +62,7 @@ impl World {
             },
             deadline: at + Duration::from_micros(client.deadline),
             patience,
+            slo: Default::default(),
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);

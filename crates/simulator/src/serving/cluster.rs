@@ -185,8 +185,12 @@ impl<'a> Cluster<'a> {
             names: Arc::clone(&names),
             tokens: prompt.input,
             most: 1 << 14,
+            slo: self.setup.slo,
         };
-        let chosen = router.fleet.place(&ask, &held, clock).unwrap_or_else(|e| panic!("there are workers: {e:?}"));
+        let Ok(chosen) = router.fleet.place(&ask, &held, clock) else {
+            self.outcome.rejected += 1;
+            return;
+        };
         let predicted = chosen.why.map(|why| (why.terms.first_token(), why.terms.token));
         let served = Served { input: prompt.input, predicted, ..Served::default() };
         let placed = chosen.placed;

@@ -1,6 +1,8 @@
 //! How well a cluster serves a workload: placement, index, engine and latency model are the real ones, over devices whose steps take as long as
 //! their arithmetic and memory allow ([`Hardware`]). No faults: [`crate::run`] has those.
 
+use baton_policy::Slo;
+
 mod cluster;
 mod hardware;
 mod outcome;
@@ -41,6 +43,8 @@ pub struct Setup {
     pub policy: Policy,
     /// With [`Policy::Predicted`]: most tokens that a decode worker computes of a prompt.
     pub local: u32,
+    /// With [`Policy::Predicted`]: what is predicted to miss it is rejected.
+    pub slo: Slo,
 }
 
 /// Serves all prompts.

@@ -83,7 +83,7 @@ fn what_a_streams_end_means() {
     for (end, kind, message, worker) in cases {
         let effects = Scene::after([local(D1)]).step(ChoiceInput::DecodeEnded(end));
         let (leg, cause) = recovering(&effects).unwrap();
-        assert_eq!((leg, cause), (Leg::Decode, &Failure { kind, message: message.into(), worker }));
+        assert_eq!((leg, cause), (Leg::Decode, &Failure { worker, ..Failure::new(kind, message) }));
     }
     let prefill = Scene::after([split(D1, P1), reserved()]).step(ChoiceInput::PrefillEnded(LegEnd::Early));
     assert_eq!(recovering(&prefill).unwrap().1.message, "the prefill worker ended the stream too early");

@@ -6,7 +6,7 @@ use baton_kv_cache::BlockName;
 use baton_membership::{Member, Role, View};
 
 use super::*;
-use crate::placement::LeastLoaded;
+use crate::placement::{LeastLoaded, Slo};
 
 fn member(id: WorkerId, role: Role) -> Member {
     Member {
@@ -42,7 +42,15 @@ fn fleet(members: Vec<Member>) -> Fleet {
 }
 
 fn ask() -> Ask {
-    Ask { split: true, decode: None, avoid: Vec::new(), names: Vec::new().into(), tokens: 100, most: 100 }
+    Ask {
+        split: true,
+        decode: None,
+        avoid: Vec::new(),
+        names: Vec::new().into(),
+        tokens: 100,
+        most: 100,
+        slo: Slo::default(),
+    }
 }
 
 fn on(decode: WorkerId, prefill: WorkerId) -> Placed {

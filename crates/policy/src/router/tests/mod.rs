@@ -97,6 +97,7 @@ impl Scene {
             limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
             deadline: now + DEADLINE,
             patience,
+            slo: Default::default(),
         };
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);

@@ -1,0 +1,143 @@
+//! Rejects what would come too late, before any work is spent on it (early rejection: Qin et al., "Mooncake", FAST 2025, by predicted load).
+
+use std::time::Duration;
+
+use super::Terms;
+
+/// The longest advice to wait.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// When the tokens of a request have to come. `None`: whenever they do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Slo {
+    /// The first token.
+    pub first_token: Option<Duration>,
+    /// Each further token after the one before it, in the mean.
+    pub token: Option<Duration>,
+}
+
+/// An SLO that no placement meets.
+#[derive(Clone, Copy, PartialEq, Debug, thiserror::Error)]
+#[error("{}", self.text())]
+pub struct Missed {
+    /// What is predicted where it is predicted to be best.
+    pub terms: Terms,
+    /// The limit of the first token that is missed.
+    pub first_token: Option<Duration>,
+    /// The limit of further tokens that is missed.
+    pub token: Option<Duration>,
+}
+
+impl Slo {
+    /// What of it is missed where this is predicted.
+    pub(super) fn missed(&self, terms: &Terms) -> Option<Missed> {
+        let over = |limit: Option<Duration>, seconds: f64| limit.filter(|limit| seconds > limit.as_secs_f64());
+        let (first_token, token) = (over(self.first_token, terms.first_token()), over(self.token, terms.token));
+        (first_token.is_some() || token.is_some()).then_some(Missed { terms: *terms, first_token, token })
+    }
+}
+
+impl Missed {
+    /// By how much the limits are missed, the worse of the two, as a ratio. 1 is not missed.
+    pub(super) fn by(&self) -> f64 {
+        let ratio =
+            |limit: Option<Duration>, seconds: f64| limit.map_or(1.0, |limit| seconds / limit.as_secs_f64().max(1e-9));
+        ratio(self.first_token, self.terms.first_token()).max(ratio(self.token, self.terms.token))
+    }
+
+    /// When the same request would be taken, if nothing else comes: queues are worked on, and answers end. `None`: never; it takes too long by
+    /// itself.
+    pub fn retry_after(&self) -> Option<Duration> {
+        let Terms { compute, queue, room, token, answer, .. } = self.terms;
+        let first = match self.first_token.map(|limit| limit.as_secs_f64()) {
+            Some(limit) if compute > limit => return None,
+            Some(limit) => queue + room + compute - limit,
+            None => 0.0,
+        };
+        // All answers that are here end within the time that one takes, one after the other.
+        let tokens = self.token.map_or(0.0, |limit| answer * (1.0 - limit.as_secs_f64() / token));
+        let wait = Duration::try_from_secs_f64(first.max(tokens).max(0.0)).unwrap_or(LONGEST);
+        Some(wait.clamp(Duration::from_secs(1), LONGEST))
+    }
+
+    fn text(&self) -> String {
+        let Terms { compute, queue, room, token, .. } = self.terms;
+        let mut text = String::new();
+        if let Some(limit) = self.first_token {
+            text = format!(
+                "the first token is predicted after {} and must come within {} (slo_ttft): {} until the prompts before it are computed, {} for \
+                 its own, {} until there are KV blocks",
+                say(self.terms.first_token()),
+                say(limit.as_secs_f64()),
+                say(queue),
+                say(compute),
+                say(room)
+            );
+        }
+        if let Some(limit) = self.token {
+            let and = if text.is_empty() { "" } else { "; " };
+            text += &format!(
+                "{and}tokens are predicted {} apart and must be {} apart at most (slo_itl), with the answers beside it",
+                say(token),
+                say(limit.as_secs_f64())
+            );
+        }
+        let help = if self.token.is_some() || room > queue { "decode" } else { "prefill" };
+        match self.retry_after() {
+            Some(after) => text + &format!("; retry in {} s, or add {help} workers", after.as_secs_f64().ceil()),
+            None => text + "; its own prompt takes longer than that on any worker: shorten it, or allow more time",
+        }
+    }
+}
+
+fn say(seconds: f64) -> String {
+    match seconds {
+        _ if seconds < 0.0995 => format!("{:.0} ms", seconds * 1e3),
+        _ if seconds < 9.95 => format!("{seconds:.1} s"),
+        _ => format!("{seconds:.0} s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERMS: Terms =
+        Terms { room: 0.0, queue: 6.1, compute: 1.2, handoff: 0.0, token: 0.05, answer: 10.0, others: 3.0 };
+
+    fn missed(first_token: Option<u64>, token: Option<u64>, terms: Terms) -> Option<Missed> {
+        let ms = |limit: Option<u64>| limit.map(Duration::from_millis);
+        Slo { first_token: ms(first_token), token: ms(token) }.missed(&terms)
+    }
+
+    #[test]
+    fn a_rejection_names_the_slo_what_is_predicted_and_what_would_help() {
+        assert_eq!(missed(None, None, TERMS), None);
+        assert_eq!(missed(Some(7300), Some(50), TERMS), None, "just met");
+        let late = missed(Some(5000), Some(50), TERMS).unwrap();
+        assert_eq!(
+            late.to_string(),
+            "the first token is predicted after 7.3 s and must come within 5.0 s (slo_ttft): 6.1 s until the prompts before it are \
+             computed, 1.2 s for its own, 0 ms until there are KV blocks; retry in 3 s, or add prefill workers"
+        );
+        assert!((late.by() - 1.46).abs() < 1e-9);
+        let slow = missed(Some(8000), Some(40), TERMS).unwrap();
+        assert_eq!(
+            slow.to_string(),
+            "tokens are predicted 50 ms apart and must be 40 ms apart at most (slo_itl), with the answers beside it; retry in 2 s, or \
+             add decode workers"
+        );
+        let full = missed(Some(5000), None, Terms { room: 20.0, ..TERMS }).unwrap();
+        assert!(full.to_string().ends_with("; retry in 23 s, or add decode workers"), "{full}");
+        let long = missed(Some(1000), None, TERMS).unwrap();
+        assert!(long.retry_after().is_none() && long.to_string().ends_with("shorten it, or allow more time"), "{long}");
+    }
+
+    #[test]
+    fn no_advice_is_absurd() {
+        let endless = missed(Some(5000), None, Terms { queue: f64::INFINITY, ..TERMS }).unwrap();
+        assert_eq!(endless.retry_after(), Some(LONGEST));
+        let just = missed(Some(7299), None, TERMS).unwrap();
+        assert_eq!(just.retry_after(), Some(Duration::from_secs(1)));
+    }
+}
