@@ -15,6 +15,8 @@ pub struct Backlog {
     pub room: i64,
     /// Most tokens of prompts in a step.
     pub step_tokens: u32,
+    /// Tokens that a step has left beside a chunk of a long prompt: prompts that lack no more are computed in these, before their turn.
+    pub spare: u32,
     /// What its steps cost.
     pub cost: StepCost,
 }
@@ -32,6 +34,21 @@ impl Backlog {
     /// How long it takes until the prompts that are here are computed.
     pub fn queue(&self) -> Duration {
         self.cost.prompts(&self.work, self.step_tokens.into())
+    }
+
+    /// How long a prompt that lacks so many tokens waits for those that are here.
+    pub fn wait(&self, missing: u64) -> Duration {
+        if missing > self.spare.into() {
+            return self.queue();
+        }
+        let Backlog { work, step_tokens, .. } = self;
+        let share = (f64::from(*step_tokens) / work.tokens.max(1) as f64).min(1.0);
+        let step = StepWork {
+            tokens: work.tokens.min((*step_tokens).into()),
+            pairs: (work.pairs as f64 * share) as u64,
+            ..*work
+        };
+        self.cost.prompts(&step, (*step_tokens).into())
     }
 
     /// How long the missing tokens of one more prompt take, once it is its turn: those from position `cached` on. Steps also compute what
@@ -81,6 +98,9 @@ mod tests {
         let busy = Backlog { work, ..idle };
         assert_eq!(ms(busy.queue()), 160, "ten steps, each with a row");
         assert_eq!(ms(busy.prompt(0, 200)), 32);
+        let roomy = Backlog { spare: 20, ..busy };
+        assert_eq!((ms(roomy.wait(21)), ms(roomy.wait(20))), (160, 16), "it goes with the next step");
+        assert_eq!((ms(Backlog { spare: 20, ..idle }.wait(20))), 0);
         let more = idle.with(work, 7);
         assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
     }

@@ -30,7 +30,8 @@ pub fn backlog(engine: &Engine, cost: StepCost) -> Backlog {
     let limits = engine.config();
     let step_tokens = limits.chunk.max(limits.pack_tokens).min(limits.token_budget);
     let (rows, context) = engine.arriving().fold((0, 0), |(rows, sum), tokens| (rows + 1, sum + u64::from(tokens)));
-    Backlog { work, coming: Coming { rows, context }, room: engine.room(), step_tokens, cost }
+    let spare = limits.token_budget.saturating_sub(limits.chunk);
+    Backlog { work, coming: Coming { rows, context }, room: engine.room(), step_tokens, spare, cost }
 }
 
 /// What a step computes. A row of one token that samples is a decode row, also when it is a prompt's last token.

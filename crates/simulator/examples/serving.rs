@@ -15,7 +15,7 @@ use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, NAMED, Outcome, Policy, Prompt, Setup, agents, faster, serve};
 
 /// What a request has to meet, in seconds: the first token, and the mean time from one to the next.
-const TTFT: f64 = 5.0;
+const TTFT: f64 = 15.0;
 const ITL: f64 = 0.05;
 
 fn main() {

@@ -161,7 +161,7 @@ impl WorkerNews {
     }
 
     fn load_event(&self, load: &Backlog, age: Duration) -> v1::LoadEvent {
-        let Backlog { work, coming, room, step_tokens, cost } = *load;
+        let Backlog { work, coming, room, step_tokens, spare, cost } = *load;
         let StepCost { base, row, context, chunk, token, pair } = cost;
         v1::LoadEvent {
             tokens: work.tokens,
@@ -172,6 +172,7 @@ impl WorkerNews {
             coming_context: coming.context,
             room,
             step_tokens,
+            spare,
             cost: (cost != StepCost::default()).then_some(v1::StepCost { base, row, context, chunk, token, pair }),
             age_us: u64::try_from(age.as_micros()).unwrap_or(u64::MAX),
             followers: (FOLLOWERS - self.followers.available_permits()) as u32,

@@ -112,7 +112,7 @@ fn backlog(event: &v1::LoadEvent) -> Backlog {
         [base, row, read, chunk, token, pair].map(|cost| if cost.is_finite() { cost.max(0.0) } else { 0.0 });
     let cost = StepCost { base, row, context: read, chunk, token, pair };
     let coming = Coming { rows: event.coming_rows, context: event.coming_context };
-    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, cost }
+    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, spare: event.spare, cost }
 }
 
 /// `None`: a name is not whole.

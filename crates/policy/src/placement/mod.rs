@@ -60,6 +60,8 @@ pub struct PlacementInput<'a> {
     pub block_size: u32,
     /// When its tokens have to come, where that is predicted.
     pub slo: Slo,
+    /// Seconds that predictions of the first token, and of the time from token to token, leave out.
+    pub delays: (f64, f64),
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
     pub held: Held<'a>,
     /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
@@ -128,7 +130,11 @@ pub struct Terms {
     pub compute: f64,
     /// The part of the handoff that nothing hides.
     pub handoff: f64,
-    /// From one token of the answer to the next.
+    /// From when it is placed to its first token, by all of these and by what such predictions left out before.
+    pub first_token: f64,
+    /// A step of the decode worker, with this answer in it.
+    pub step: f64,
+    /// From one token of the answer to the next, by that and by what such predictions left out before.
     pub token: f64,
     /// The expected tokens of the answer.
     pub answer: f64,
@@ -137,14 +143,18 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// The time to the first token.
-    pub fn first_token(&self) -> f64 {
+    /// What is least where the request is placed.
+    pub fn sum(&self) -> f64 {
+        self.waits() + self.handoff + self.answer + self.others
+    }
+
+    fn waits(&self) -> f64 {
         self.room + self.queue + self.compute
     }
 
-    /// What is least where the request is placed.
-    pub fn sum(&self) -> f64 {
-        self.first_token() + self.handoff + self.answer + self.others
+    /// With what the times to the first token, and from token to token, leave out.
+    fn delayed(self, (first, token): (f64, f64)) -> Terms {
+        Terms { first_token: self.waits() + first, token: self.step + token, ..self }
     }
 }
 

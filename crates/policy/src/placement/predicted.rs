@@ -80,6 +80,9 @@ impl Placement for Predicted {
                 options.push((outlook(prefill).split(answer, &soon), placed, prefill.in_flight));
             }
         }
+        for (terms, ..) in &mut options {
+            *terms = terms.delayed(request.delays);
+        }
         self.least(options, request)
     }
 
@@ -127,7 +130,9 @@ struct Outlook<'a> {
     load: Backlog,
     /// Leading tokens of the prompt that it need not compute.
     cached: u32,
-    /// How long it takes from when what is queued is computed.
+    /// How long it waits for what is queued, in seconds.
+    waits: f64,
+    /// How long it then takes.
     computes: f64,
 }
 
@@ -137,7 +142,8 @@ impl<'a> Outlook<'a> {
         let cached = held(worker.id, request).saturating_mul(request.block_size).min(request.tokens.saturating_sub(1));
         let load = Backlog { cost: cost(&load, usual, request), ..load };
         let computes = load.prompt(cached.into(), request.tokens.into()).as_secs_f64();
-        Outlook { worker, load, cached, computes }
+        let waits = load.wait((request.tokens - cached).into()).as_secs_f64();
+        Outlook { worker, load, cached, waits, computes }
     }
 
     fn missing(&self, request: &PlacementInput<'_>) -> u32 {
@@ -153,15 +159,15 @@ impl<'a> Outlook<'a> {
         let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
         let lasts = cost.step(&now.with_row(context)).mul_f64(expected);
         let beside = self.load.answers(soon.begins, lasts);
-        let token = cost.step(&beside.with_row(context)).as_secs_f64();
+        let step = cost.step(&beside.with_row(context)).as_secs_f64();
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
         let handoff = HANDOFF * cost.token * f64::from(self.missing(request));
-        let room = self.waits_for_blocks(token, request);
-        Terms { room, token, handoff, answer: token * expected, others, ..Terms::default() }
+        let room = self.waits_for_blocks(step, request);
+        Terms { room, step, handoff, answer: step * expected, others, ..Terms::default() }
     }
 
     /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
-    fn waits_for_blocks(&self, token: f64, request: &PlacementInput<'_>) -> f64 {
+    fn waits_for_blocks(&self, step: f64, request: &PlacementInput<'_>) -> f64 {
         let size = request.block_size.max(1);
         let needs = i64::from((self.missing(request) + request.answer).div_ceil(size));
         let lacks = needs.saturating_sub(self.load.room);
@@ -169,19 +175,19 @@ impl<'a> Outlook<'a> {
             return 0.0;
         }
         let held = (self.load.work.context + self.load.coming.context) as f64 / f64::from(size);
-        let seconds = token * f64::from(request.answer.max(1));
+        let seconds = step * f64::from(request.answer.max(1));
         if held > 0.0 { (lacks as f64 * seconds / held).min(FULL) } else { FULL }
     }
 
     /// A prefill worker computes the prompt for a decode worker with this `answer`.
     fn split(&self, answer: &Terms, soon: &Soon) -> Terms {
-        let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
+        let (queue, compute) = (self.waits, self.computes);
         Terms { queue, compute, others: answer.others + soon.behind * compute, ..*answer }
     }
 
     /// A decode worker computes the prompt itself: the answers beside it wait.
     fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
-        let (queue, compute) = (self.load.queue().as_secs_f64(), self.computes);
+        let (queue, compute) = (self.waits, self.computes);
         let own = StepWork::default().with_prompt(self.cached.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into()).as_secs_f64();
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
@@ -202,7 +208,7 @@ impl Soon {
         let (mut begins, mut queue, mut compute) = (f64::INFINITY, f64::INFINITY, 0.0f64);
         for prefill in prefills {
             let queued = prefill.load.queue().as_secs_f64();
-            (begins, queue) = (begins.min(queued + prefill.computes), queue.min(queued));
+            (begins, queue) = (begins.min(prefill.waits + prefill.computes), queue.min(queued));
             compute = compute.max(prefill.computes);
         }
         if !begins.is_finite() {

@@ -32,7 +32,7 @@ impl Slo {
     /// What of it is missed where this is predicted.
     pub(super) fn missed(&self, terms: &Terms) -> Option<Missed> {
         let over = |limit: Option<Duration>, seconds: f64| limit.filter(|limit| seconds > limit.as_secs_f64());
-        let (first_token, token) = (over(self.first_token, terms.first_token()), over(self.token, terms.token));
+        let (first_token, token) = (over(self.first_token, terms.first_token), over(self.token, terms.token));
         (first_token.is_some() || token.is_some()).then_some(Missed { terms: *terms, first_token, token })
     }
 }
@@ -42,16 +42,16 @@ impl Missed {
     pub(super) fn by(&self) -> f64 {
         let ratio =
             |limit: Option<Duration>, seconds: f64| limit.map_or(1.0, |limit| seconds / limit.as_secs_f64().max(1e-9));
-        ratio(self.first_token, self.terms.first_token()).max(ratio(self.token, self.terms.token))
+        ratio(self.first_token, self.terms.first_token).max(ratio(self.token, self.terms.token))
     }
 
     /// When the same request would be taken, if nothing else comes: queues are worked on, and answers end. `None`: never; it takes too long by
     /// itself.
     pub fn retry_after(&self) -> Option<Duration> {
-        let Terms { compute, queue, room, token, answer, .. } = self.terms;
+        let Terms { compute, first_token, token, answer, .. } = self.terms;
         let first = match self.first_token.map(|limit| limit.as_secs_f64()) {
             Some(limit) if compute > limit => return None,
-            Some(limit) => queue + room + compute - limit,
+            Some(limit) => first_token - limit,
             None => 0.0,
         };
         // All answers that are here end within the time that one takes, one after the other.
@@ -67,7 +67,7 @@ impl Missed {
             text = format!(
                 "the first token is predicted after {} and must come within {} (slo_ttft): {} until the prompts before it are computed, {} for \
                  its own, {} until there are KV blocks",
-                say(self.terms.first_token()),
+                say(self.terms.first_token),
                 say(limit.as_secs_f64()),
                 say(queue),
                 say(compute),
@@ -102,8 +102,17 @@ fn say(seconds: f64) -> String {
 mod tests {
     use super::*;
 
-    const TERMS: Terms =
-        Terms { room: 0.0, queue: 6.1, compute: 1.2, handoff: 0.0, token: 0.05, answer: 10.0, others: 3.0 };
+    const TERMS: Terms = Terms {
+        room: 0.0,
+        queue: 6.1,
+        compute: 1.2,
+        handoff: 0.0,
+        first_token: 7.3,
+        step: 0.05,
+        token: 0.05,
+        answer: 10.0,
+        others: 3.0,
+    };
 
     fn missed(first_token: Option<u64>, token: Option<u64>, terms: Terms) -> Option<Missed> {
         let ms = |limit: Option<u64>| limit.map(Duration::from_millis);
@@ -127,7 +136,7 @@ mod tests {
             "tokens are predicted 50 ms apart and must be 40 ms apart at most (slo_itl), with the answers beside it; retry in 2 s, or \
              add decode workers"
         );
-        let full = missed(Some(5000), None, Terms { room: 20.0, ..TERMS }).unwrap();
+        let full = missed(Some(5000), None, Terms { room: 20.0, first_token: 27.3, ..TERMS }).unwrap();
         assert!(full.to_string().ends_with("; retry in 23 s, or add decode workers"), "{full}");
         let long = missed(Some(1000), None, TERMS).unwrap();
         assert!(long.retry_after().is_none() && long.to_string().ends_with("shorten it, or allow more time"), "{long}");
@@ -135,7 +144,7 @@ mod tests {
 
     #[test]
     fn no_advice_is_absurd() {
-        let endless = missed(Some(5000), None, Terms { queue: f64::INFINITY, ..TERMS }).unwrap();
+        let endless = missed(Some(5000), None, Terms { first_token: f64::INFINITY, ..TERMS }).unwrap();
         assert_eq!(endless.retry_after(), Some(LONGEST));
         let just = missed(Some(7299), None, TERMS).unwrap();
         assert_eq!(just.retry_after(), Some(Duration::from_secs(1)));

@@ -27,6 +27,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     answer: 100,
     block_size: 16,
     slo: Slo { first_token: None, token: None },
+    delays: (0.0, 0.0),
     split: true,
     decode: None,
     avoid: &[],
@@ -253,7 +254,7 @@ fn an_answer_goes_where_its_tokens_come_fastest_and_there_is_room() {
     assert_eq!(chosen.placed.decode.0, 13, "not where it would wait for blocks");
     view.iter_mut().for_each(|worker| worker.load.as_mut().unwrap().room = 50);
     let waits = place(&mut policy, &view).why.unwrap().terms;
-    assert!(waits.room > 0.0 && waits.first_token() > waits.room, "{waits:?}");
+    assert!(waits.room > 0.0 && waits.first_token > waits.room, "{waits:?}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
-use baton_latency::{Backlog, StepWork};
+use baton_latency::{Backlog, Calibration, StepWork};
 use baton_membership::{Member, Role, View};
 use baton_types::{BatonError, WorkerId, hash_bytes};
 
@@ -19,7 +19,7 @@ use super::load::Load;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
 use crate::kv_index::Holder;
-use crate::placement::{Candidate, Chosen, Held, Placed, Placement, PlacementError, PlacementInput, Slo};
+use crate::placement::{Candidate, Chosen, Held, Placed, Placement, PlacementError, PlacementInput, Slo, Terms};
 use crate::prefixes::Prefixes;
 use crate::request::Failure;
 
@@ -44,6 +44,8 @@ pub struct Fleet {
     outliers: Outliers,
     /// Expected tokens of an answer: a moving mean.
     answer: f64,
+    /// What predictions of the first token, and of the time from token to token, leave out.
+    calibrations: (Calibration, Calibration),
     /// Workers of the model by role, prefill first, in the order of their ids.
     roles: [Vec<WorkerId>; 2],
     block_size: u32,
@@ -160,8 +162,21 @@ impl Fleet {
         let (view, workers) = (Arc::default(), BTreeMap::new());
         let (prefixes, outliers) = (Prefixes::new(PREFIXES), Outliers::default());
         let (model, answer, roles) = (model.to_owned(), FIRST_ANSWER, Default::default());
-        let (block_size, joined, placements) = (USUAL_BLOCK, 0, 0);
-        Fleet { model, view, workers, placement, prefixes, outliers, answer, roles, block_size, joined, placements }
+        let (block_size, joined, placements, calibrations) = (USUAL_BLOCK, 0, 0, Default::default());
+        Fleet {
+            model,
+            view,
+            workers,
+            placement,
+            prefixes,
+            outliers,
+            answer,
+            calibrations,
+            roles,
+            block_size,
+            joined,
+            placements,
+        }
     }
 
     /// Takes over a new view and returns what changed.
@@ -206,13 +221,15 @@ impl Fleet {
         self.placements = self.placements.wrapping_add(1);
         let block_size = self.block_size();
         let some = self.some(held, ask);
+        let delays = (self.calibrations.0.delay(), self.calibrations.1.delay());
         let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
         let Ask { split, decode, tokens, slo, .. } = *ask;
         let avoid = &ask.avoid;
-        let input = PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, sent, held, apart };
+        let input =
+            PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, delays, sent, held, apart };
         let there = |id, worker: &Worker| !worker.lost || decode == Some(id);
         let well = |id, worker: &Worker| {
             there(id, worker) && (outliers.allows(Subject::Worker(id), now) || decode == Some(id))
@@ -283,6 +300,26 @@ impl Fleet {
             let blocks = (ask.tokens + answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
             worker.load.sent(own.with_row(ask.tokens.into()), blocks, now);
         }
+    }
+
+    /// A request that was placed with these predictions had its first token after `first` seconds, and then one each `token` seconds, if it had
+    /// enough. Times of requests that a worker failed say nothing.
+    pub fn measured(&mut self, predicted: &Terms, first: Option<f64>, token: Option<f64>) {
+        let (firsts, tokens) = &mut self.calibrations;
+        let Terms { room, queue, compute, step, .. } = *predicted;
+        match first {
+            Some(first) if room + queue <= compute => firsts.add(compute + queue + room, first),
+            Some(first) => firsts.compare(predicted.first_token, first),
+            None => {}
+        }
+        if let Some(token) = token {
+            tokens.add(step, token);
+        }
+    }
+
+    /// Median relative errors lately of the predicted times to the first token, and from token to token.
+    pub fn errors(&self) -> (Option<f64>, Option<f64>) {
+        (self.calibrations.0.error(), self.calibrations.1.error())
     }
 
     /// A worker says what it had to do at that time, and how many routers hear it.

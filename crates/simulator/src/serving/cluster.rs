@@ -8,7 +8,7 @@ use baton_engine::{Event, Start};
 use baton_membership::{Member, Role, View};
 use baton_policy::{
     Ask, BlockName, Fleet, Followed, KvChange, KvIndex, LeastLoaded, Placed, Placement, Predicted, Prefixes,
-    RoundRobin, WorkerLease,
+    RoundRobin, Why, WorkerLease,
 };
 use baton_types::{SeqId, TokenOut, WorkerId};
 
@@ -43,6 +43,7 @@ enum Happens {
 struct Flight {
     router: usize,
     placed: Option<Placed>,
+    why: Option<Why>,
     leases: Vec<WorkerLease>,
     /// At the prefill and at the decode worker.
     seqs: [Option<SeqId>; 2],
@@ -191,12 +192,21 @@ impl<'a> Cluster<'a> {
             self.outcome.rejected += 1;
             return;
         };
-        let predicted = chosen.why.map(|why| (why.terms.first_token(), why.terms.token));
+        let predicted = chosen.why.map(|why| (why.terms.first_token, why.terms.token));
+        let why = chosen.why;
         let served = Served { input: prompt.input, predicted, ..Served::default() };
         let placed = chosen.placed;
         let leases = vec![router.fleet.lease(placed.decode, clock)].into_iter().flatten().collect();
-        let flight =
-            Flight { router: at, placed: Some(placed), leases, names, began: self.now, served, ..Flight::default() };
+        let flight = Flight {
+            router: at,
+            placed: Some(placed),
+            why,
+            leases,
+            names,
+            began: self.now,
+            served,
+            ..Flight::default()
+        };
         self.flights.insert(request, flight);
         self.plan(self.now + WIRE, Happens::Opens(request));
     }
@@ -309,6 +319,10 @@ impl<'a> Cluster<'a> {
         if index == 0 {
             (flight.first, flight.served.cached) = (now, cached);
             flight.served.ttft = (now - flight.began) as f64 / 1e9;
+            if let Some(why) = flight.why {
+                let fleet = &mut self.routers[flight.router].fleet;
+                fleet.measured(&why.terms, Some(flight.served.ttft), None);
+            }
         } else {
             flight.served.longest = flight.served.longest.max((now - flight.last) as f64 / 1e9);
         }
@@ -316,12 +330,15 @@ impl<'a> Cluster<'a> {
     }
 
     fn finished(&mut self, request: usize) {
-        let (clock, now) = (self.clock(), self.now);
+        let clock = self.clock();
         let Some(mut flight) = self.flights.remove(&request) else { return };
         if flight.tokens > 1 {
             flight.served.itl = (flight.last - flight.first) as f64 / 1e9 / f64::from(flight.tokens - 1);
         }
-        let _ = now;
+        if let Some(why) = flight.why {
+            let token = Some(flight.served.itl).filter(|_| flight.tokens > 8);
+            self.routers[flight.router].fleet.measured(&why.terms, None, token);
+        }
         if let Some(placed) = flight.placed {
             self.routers[flight.router].fleet.note(placed, &flight.names, flight.tokens, clock);
         }
