@@ -30,6 +30,9 @@ pub struct Coming {
     pub context: u64,
 }
 
+/// A long prompt waits for this many times what is here: short ones that come later go before it.
+const OVERTAKEN: f64 = 1.15;
+
 impl Backlog {
     /// How long it takes until the prompts that are here are computed.
     pub fn queue(&self) -> Duration {
@@ -39,7 +42,7 @@ impl Backlog {
     /// How long a prompt that lacks so many tokens waits for those that are here.
     pub fn wait(&self, missing: u64) -> Duration {
         if missing > self.spare.into() {
-            return self.queue();
+            return self.queue().mul_f64(OVERTAKEN);
         }
         let Backlog { work, step_tokens, .. } = self;
         let share = (f64::from(*step_tokens) / work.tokens.max(1) as f64).min(1.0);
@@ -99,7 +102,7 @@ mod tests {
         assert_eq!(ms(busy.queue()), 160, "ten steps, each with a row");
         assert_eq!(ms(busy.prompt(0, 200)), 32);
         let roomy = Backlog { spare: 20, ..busy };
-        assert_eq!((ms(roomy.wait(21)), ms(roomy.wait(20))), (160, 16), "it goes with the next step");
+        assert_eq!((ms(roomy.wait(21)), ms(roomy.wait(20))), (184, 16), "it goes with the next step");
         assert_eq!((ms(Backlog { spare: 20, ..idle }.wait(20))), 0);
         let more = idle.with(work, 7);
         assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
