@@ -6,6 +6,7 @@
 mod bench;
 mod certs;
 mod chat;
+mod explain;
 mod fetch;
 mod kubernetes;
 mod model;
@@ -66,6 +67,7 @@ fn command() -> Command {
         .subcommand(certs::command())
         .subcommand(model::command())
         .subcommand(status::command())
+        .subcommand(explain::command())
         .subcommand(scale::command())
         .subcommand(scale::drain_command())
         .subcommand(bench::command())
@@ -82,6 +84,7 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
         Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),
+        Some(("explain", m)) => runtime()?.block_on(explain::run(m)),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
         Some(("scale", m)) => runtime()?.block_on(scale::scale(m)),
         Some(("drain", m)) => runtime()?.block_on(scale::drain(m)),

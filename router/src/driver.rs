@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use baton_policy::{
     BlockName, Choice, ChoiceInput, DecodeWord, Effect, NewRequest, Patience, PrefillWord, RequestLimits, Sequence,
-    Taken,
+    Slo, Taken,
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
@@ -17,6 +17,7 @@ use futures::StreamExt;
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
+use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
 use crate::input::Standing;
 use crate::sink::Sink;
@@ -43,6 +44,8 @@ pub(crate) struct Job {
     pub max_attempts: u32,
     /// How long workers may send nothing.
     pub patience: Patience,
+    /// When its tokens have to come.
+    pub slo: Slo,
 }
 
 /// A running choice.
@@ -54,6 +57,7 @@ pub(crate) struct Driver {
     decode: Option<Leg<DecodeWord>>,
     prefill: Option<Leg<PrefillWord>>,
     alarm: Alarm,
+    forecast: Forecast,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
 }
@@ -70,7 +74,17 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm, broken_off }
+        Driver {
+            job,
+            workers,
+            shutdown,
+            sink,
+            decode: None,
+            prefill: None,
+            alarm,
+            forecast: Forecast::Nothing,
+            broken_off,
+        }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -87,6 +101,7 @@ impl Driver {
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
+                    self.forecast.ended(&self.workers);
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
                 Some(Effect::Fail(failure)) => return self.sink.fail(RequestError::from(failure)).await,
@@ -120,7 +135,8 @@ impl Driver {
     }
 
     fn new_request(&self) -> NewRequest {
-        let Job { prompt, names, block_size, sampling, standing, deadline, max_attempts, patience, .. } = &self.job;
+        let Job { prompt, names, block_size, sampling, standing, deadline, max_attempts, patience, slo, .. } =
+            &self.job;
         let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
@@ -129,14 +145,16 @@ impl Driver {
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
         let scored = sampling.prompt_logprobs.is_some();
-        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience }
+        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience, slo: *slo }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
     async fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
         match effect {
             Effect::Place(ask) => {
-                return Some(ChoiceInput::Placed(self.workers.place(&ask).map(|chosen| chosen.placed)));
+                let outcome = self.workers.place(&ask, &self.job.request_id);
+                self.forecast = self.forecast.placed(&outcome);
+                return Some(ChoiceInput::Placed(outcome.chosen.map(|chosen| chosen.placed)));
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
@@ -163,7 +181,8 @@ impl Driver {
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
-        let Driver { sink, job, shutdown, .. } = self;
+        let Driver { sink, job, shutdown, forecast, workers, .. } = self;
+        forecast.token(workers);
         given(sink.token(token), job.deadline, shutdown).await
     }
 

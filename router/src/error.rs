@@ -18,6 +18,9 @@ pub enum RouterError {
         /// The setting.
         field: &'static str,
     },
+    /// Only one placement predicts.
+    #[error("slo_ttft and slo_itl need placement = predicted: the others predict nothing")]
+    SloNeedsPrediction,
     /// No body of the allowed size would fit the memory for bodies.
     #[error("body_memory is {memory} and body_limit is {limit}; body_memory must be at least as large")]
     BodyMemory {
@@ -80,6 +83,7 @@ impl BatonError for RouterError {
             RouterError::Model(e) => e.kind(),
             RouterError::Cluster(e) => e.kind(),
             RouterError::Zero { .. }
+            | RouterError::SloNeedsPrediction
             | RouterError::BodyMemory { .. }
             | RouterError::SameAddress { .. }
             | RouterError::NoModel
@@ -145,6 +149,10 @@ impl From<baton_types::SamplingError> for RequestError {
 
 impl From<Failure> for RequestError {
     fn from(failure: Failure) -> RequestError {
-        RequestError::new(failure.kind, failure.message)
+        let error = RequestError::new(failure.kind, failure.message);
+        match failure.retry_after {
+            Some(after) => RequestError { retry_after: Some(after), ..error }.code("slo_missed"),
+            None => error,
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use baton_policy::{BlockName, Patience, Prefixes};
+use baton_policy::{BlockName, Patience, Prefixes, Slo};
 use baton_runtime::{Bytes, Shutdown, metrics as names};
 use baton_types::ErrorKind;
 use metrics::counter;
@@ -41,6 +41,7 @@ pub(crate) struct Front {
     pub request_timeout: Duration,
     pub max_attempts: u32,
     patience: Patience,
+    slo: Slo,
     pub bodies: Bodies,
     pub keep_alive: Duration,
     pub send_timeout: Duration,
@@ -57,6 +58,7 @@ pub(crate) struct FrontLimits {
     pub request_timeout: Duration,
     pub max_attempts: u32,
     pub patience: Patience,
+    pub slo: Slo,
     pub max_inflight: usize,
     pub body_limit: usize,
     pub body_memory: Bytes,
@@ -123,7 +125,7 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
-        let FrontLimits { request_timeout, max_attempts, patience, keep_alive, send_timeout, .. } = limits;
+        let FrontLimits { request_timeout, max_attempts, patience, slo, keep_alive, send_timeout, .. } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
@@ -132,6 +134,7 @@ impl Front {
             request_timeout,
             max_attempts,
             patience,
+            slo,
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
             keep_alive,
             send_timeout,
@@ -233,9 +236,20 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
-                let job =
-                    Job { request_id, prompt, names, block_size, sampling, standing, deadline, max_attempts, patience };
+                let (names, max_attempts, patience, slo) =
+                    (Arc::clone(&names), self.max_attempts, self.patience, self.slo);
+                let job = Job {
+                    request_id,
+                    prompt,
+                    names,
+                    block_size,
+                    sampling,
+                    standing,
+                    deadline,
+                    max_attempts,
+                    patience,
+                    slo,
+                };
                 let tokens = std::mem::replace(&mut tokens, 1);
                 let line = tenant.as_ref().zip(gate.as_ref());
                 let line = line.map(|(tenant, gate)| gate.line_up(tenant, job.standing.priority, tokens, choices == 1));

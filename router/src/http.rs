@@ -32,6 +32,10 @@ pub(crate) const LARGE: usize = 64 << 10;
 /// Longest request id of a client, bytes. Longer ones are replaced.
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
+/// Asks for [`PLACEMENT`].
+const TRACE: &str = "x-baton-trace";
+/// Why the request was placed where it was, as JSON.
+const PLACEMENT: &str = "x-baton-placement";
 
 #[derive(Clone)]
 struct Door {
@@ -75,6 +79,7 @@ async fn serve(front: Arc<Front>, request: Request, endpoint: Endpoint) -> Respo
     let id = request_id(request.headers(), endpoint);
     let deadline = front.deadline(received, None);
     let tenant = tenant(&front, request.headers()).inspect_err(|error| front.refused(error));
+    let traced = request.headers().get(TRACE).is_some_and(|value| value == "1").then(|| Arc::clone(&front));
     let answered = match tenant.clone() {
         Ok(tenant) => {
             let defaults = front.models.defaults();
@@ -86,6 +91,11 @@ async fn serve(front: Arc<Front>, request: Request, endpoint: Endpoint) -> Respo
     let mut response = answered.unwrap_or_else(|error| refusal(&error));
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);
+    }
+    if let Some(placements) = traced.map(|front| front.models.explain(&id)).filter(|placements| !placements.is_empty())
+        && let Ok(value) = HeaderValue::try_from(serde_json::Value::from(placements).to_string())
+    {
+        response.headers_mut().insert(PLACEMENT, value);
     }
     if let Ok(Some(tenant)) = tenant {
         rate_limits(response.headers_mut(), &tenant);

@@ -23,6 +23,8 @@ mod config;
 mod conversation;
 mod driver;
 mod error;
+mod explain;
+mod forecast;
 mod front;
 mod gate;
 mod grpc;

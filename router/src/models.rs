@@ -127,6 +127,11 @@ impl Models {
         reasons.map(|reasons| reasons.join("; "))
     }
 
+    /// Why a request was placed where it was, once for each placement; nothing if it is not known, or not any more.
+    pub fn explain(&self, request: &str) -> Vec<Value> {
+        self.all().flat_map(|served| served.workers.explain(request)).collect()
+    }
+
     /// The view as JSON, for people and `baton status`.
     pub fn describe(&self) -> Value {
         let mut page = self.first.workers.describe();

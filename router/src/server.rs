@@ -4,11 +4,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use axum::Json;
+use axum::extract::Path;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use baton_cluster::{EmbeddedRegistry, Registry, Restored, ViewReceiver};
 use baton_model_text::fetch;
-use baton_policy::Patience;
+use baton_policy::{Patience, Slo};
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::tls::{HTTP2_BEGINNING, PublicTls, TlsRole, alpn};
@@ -165,15 +166,25 @@ impl fetch::Progress for Logged {
     }
 }
 
-/// GET /cluster at the admin endpoint, which starts before the router does.
+/// GET /cluster and /placements/REQUEST-ID at the admin endpoint, which starts before the router does.
 fn cluster_page(models: Arc<OnceLock<Arc<Models>>>) -> axum::Router {
-    let page = move || async move {
-        match models.get() {
-            Some(models) => Json(models.describe()).into_response(),
-            None => (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response(),
+    let starting = || (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response();
+    let known = Arc::clone(&models);
+    let page =
+        move || async move { known.get().map_or_else(starting, |models| Json(models.describe()).into_response()) };
+    let explain = move |Path(id): Path<String>| async move {
+        let Some(models) = models.get() else { return starting() };
+        match models.explain(&id) {
+            placements if placements.is_empty() => {
+                let unknown = format!("no placement of request {id:?} is known here: the latest are, of this router\n");
+                (StatusCode::NOT_FOUND, unknown).into_response()
+            }
+            placements => Json(placements).into_response(),
         }
     };
-    axum::Router::new().route("/cluster", axum::routing::get(page))
+    axum::Router::new()
+        .route("/cluster", axum::routing::get(page))
+        .route("/placements/{id}", axum::routing::get(explain))
 }
 
 /// All listeners, opened before anything slow happens.
@@ -230,6 +241,7 @@ impl Bound {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
             patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
+            slo: Slo { first_token: config.slo_ttft, token: config.slo_itl },
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
             body_memory: config.body_memory,

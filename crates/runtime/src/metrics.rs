@@ -80,6 +80,10 @@ pub const RECOVERIES: &str = "baton_recoveries_total";
 pub const EJECTIONS: &str = "baton_ejections_total";
 /// Gauge by `of` (decode, prefill): median relative error lately of the predicted time of a step.
 pub const STEP_ERROR: &str = "baton_step_error_ratio";
+/// Gauge by `of` (ttft, itl): median relative error lately of what a router predicted of its requests.
+pub const PREDICTION_ERROR: &str = "baton_prediction_error_ratio";
+/// Counter by `route` (split, local) and `kv` (held, none: whether a chosen worker holds some of the prompt): predicted placements.
+pub const PLACEMENTS: &str = "baton_placements_total";
 /// Gauge: blocks that the router knows some worker to have in its prefix cache.
 pub const KV_INDEX_BLOCKS: &str = "baton_kv_index_blocks";
 /// Gauge: choices that wait in the router for their tenant's turn.
@@ -183,6 +187,11 @@ fn describe() {
     describe_counter!(RECOVERIES, Unit::Count, "Requests resumed after a failure, by leg and cause.");
     describe_counter!(EJECTIONS, Unit::Count, "Workers, and pairs of them, left out for a while, by what they are.");
     describe_gauge!(STEP_ERROR, "Median relative error of the predicted time of steps, by what they compute.");
+    describe_gauge!(PREDICTION_ERROR, "Median relative error of what a router predicted of its requests.");
+    describe_counter!(
+        PLACEMENTS,
+        "Predicted placements, by route, and by whether a chosen worker holds some of the prompt."
+    );
     describe_gauge!(KV_INDEX_BLOCKS, Unit::Count, "Blocks that some worker is known to have in its prefix cache.");
     describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their tenant's turn.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");

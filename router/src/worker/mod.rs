@@ -16,19 +16,20 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Judgement, LeastLoaded, LegEnd, Placed,
-    Placement, Predicted, RoundRobin, Verdict,
+    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd,
+    Placed, Predicted, RoundRobin, Terms, Verdict,
 };
 use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
-use baton_types::WorkerId;
-use metrics::counter;
+use baton_types::{RequestId, WorkerId};
+use metrics::{counter, gauge};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::config::{PlacementKind, RouterConfig};
+use crate::explain::Explanations;
 use crate::model::ServedModel;
 use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
@@ -50,8 +51,18 @@ pub(crate) struct Workers {
     held: HeldBlocks,
     /// Placements so far.
     turn: AtomicUsize,
+    explanations: Explanations,
     /// What follows from the latest view. Requests read it without waiting for each other.
     table: RwLock<Arc<Table>>,
+}
+
+/// What became of a wish to be placed.
+pub(crate) struct Placement {
+    pub chosen: Result<Chosen, Failure>,
+    /// Number of the placement.
+    pub number: u64,
+    /// The request was placed before.
+    pub again: bool,
 }
 
 /// What follows from a view alone.
@@ -100,7 +111,7 @@ impl Workers {
     /// A table without workers.
     pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
         let RouterConfig { placement, local_prompt, worker_timeout, fair_window, .. } = *config;
-        let placement: Box<dyn Placement> = match placement {
+        let placement: Box<dyn baton_policy::Placement> = match placement {
             PlacementKind::Predicted => Box::new(Predicted::new(local_prompt)),
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
@@ -124,6 +135,7 @@ impl Workers {
             followers: Mutex::default(),
             held: HeldBlocks::new(BLOCKS),
             turn: AtomicUsize::new(0),
+            explanations: Explanations::default(),
             table,
         }
     }
@@ -225,9 +237,37 @@ impl Workers {
     }
 
     /// Chooses workers for a request.
-    pub fn place(&self, ask: &Ask) -> Result<Chosen, Failure> {
+    pub fn place(&self, ask: &Ask, request: &RequestId) -> Placement {
         let held = self.held.find(&ask.names, self.turn.fetch_add(1, Ordering::Relaxed));
-        self.fleet().place(ask, &held, Instant::now().into_std())
+        let chosen = self.fleet().place(ask, &held, Instant::now().into_std());
+        if let Ok(Chosen { placed, why: Some(_) }) = &chosen {
+            let route = if placed.prefill.is_some() { "split" } else { "local" };
+            let at = |holder: &&Holder| holder.worker == placed.decode || Some(holder.worker) == placed.prefill;
+            let kv = if held.iter().any(|holder| at(&holder)) { "held" } else { "none" };
+            counter!(names::PLACEMENTS, "route" => route, "kv" => kv).increment(1);
+        }
+        let number = self.explanations.placed(request, &chosen);
+        Placement { chosen, number, again: !ask.avoid.is_empty() || ask.decode.is_some() }
+    }
+
+    /// What came of a placement with these predictions: seconds to the first token, and from one token to the next.
+    pub fn measured(&self, number: u64, predicted: &Terms, first: Option<f64>, token: Option<f64>) {
+        let errors = {
+            let mut fleet = self.fleet();
+            fleet.measured(predicted, first, token);
+            fleet.errors()
+        };
+        for (of, error) in [("ttft", errors.0), ("itl", errors.1)] {
+            if let Some(error) = error {
+                gauge!(names::PREDICTION_ERROR, "of" => of).set(error);
+            }
+        }
+        self.explanations.measured(number, first, token);
+    }
+
+    /// Why a request was placed where it was; nothing if it is not known, or not any more.
+    pub fn explain(&self, request: &str) -> Vec<serde_json::Value> {
+        self.explanations.of(request)
     }
 
     /// Takes in how a request fared on a worker, or between two.

@@ -1,0 +1,157 @@
+//! Why requests were placed where they were, for people who ask: what was predicted, and what came of it.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use baton_policy::{Chosen, Failure, Placed, Terms, Why};
+use baton_types::RequestId;
+use serde_json::{Value, json};
+
+/// Placements that are remembered (I5).
+const MOST: usize = 4096;
+
+/// The latest placements.
+#[derive(Debug, Default)]
+pub(crate) struct Explanations(Mutex<Recent>);
+
+#[derive(Debug, Default)]
+struct Recent {
+    /// Number of the first one.
+    first: u64,
+    placements: VecDeque<Placement>,
+}
+
+#[derive(Debug)]
+struct Placement {
+    request: RequestId,
+    /// Where it runs and why there, or why it does not.
+    outcome: Result<Chosen, String>,
+    /// Seconds to the first token, and from one token to the next.
+    measured: (Option<f64>, Option<f64>),
+}
+
+impl Explanations {
+    fn recent(&self) -> MutexGuard<'_, Recent> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers a placement; returns its number.
+    pub fn placed(&self, request: &RequestId, outcome: &Result<Chosen, Failure>) -> u64 {
+        let outcome = outcome.as_ref().copied().map_err(|failure| failure.message.clone());
+        let mut recent = self.recent();
+        if recent.placements.len() >= MOST {
+            recent.placements.pop_front();
+            recent.first += 1;
+        }
+        recent.placements.push_back(Placement { request: request.clone(), outcome, measured: (None, None) });
+        recent.first + recent.placements.len() as u64 - 1
+    }
+
+    /// Adds what was measured of a placement.
+    pub fn measured(&self, number: u64, first: Option<f64>, token: Option<f64>) {
+        let mut recent = self.recent();
+        let at = number.checked_sub(recent.first).and_then(|at| usize::try_from(at).ok());
+        if let Some(placement) = at.and_then(|at| recent.placements.get_mut(at)) {
+            let (known_first, known_token) = placement.measured;
+            placement.measured = (first.or(known_first), token.or(known_token));
+        }
+    }
+
+    /// The placements of a request, the first one first; none when it is not known, or not any more.
+    pub fn of(&self, request: &str) -> Vec<Value> {
+        self.recent()
+            .placements
+            .iter()
+            .filter(|placement| placement.request.0 == request)
+            .map(Placement::json)
+            .collect()
+    }
+}
+
+impl Placement {
+    fn json(&self) -> Value {
+        let chosen = match &self.outcome {
+            Ok(chosen) => chosen,
+            Err(message) => return json!({"rejected": message}),
+        };
+        let mut told = workers(chosen.placed);
+        if let Some(Why { terms, next, considered }) = chosen.why {
+            told["predicted"] = predicted(&terms);
+            told["options"] = json!(considered);
+            told["next_best"] = next.map_or(Value::Null, |(placed, terms)| {
+                let mut next = workers(placed);
+                next["predicted"] = predicted(&terms);
+                next
+            });
+        }
+        let (first, token) = self.measured;
+        told["measured"] = json!({"first_token_s": first.map(round), "token_s": token.map(round)});
+        told
+    }
+}
+
+fn workers(placed: Placed) -> Value {
+    json!({"decode": placed.decode.to_string(), "prefill": placed.prefill.map(|prefill| prefill.to_string())})
+}
+
+/// All in seconds; `sum_s` is what the chosen workers have least of.
+fn predicted(terms: &Terms) -> Value {
+    json!({
+        "first_token_s": round(terms.first_token),
+        "token_s": round(terms.token),
+        "room_s": round(terms.room),
+        "queue_s": round(terms.queue),
+        "compute_s": round(terms.compute),
+        "handoff_s": round(terms.handoff),
+        "answer_s": round(terms.answer),
+        "others_s": round(terms.others),
+        "sum_s": round(terms.sum()),
+    })
+}
+
+/// To the microsecond.
+fn round(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_types::{ErrorKind, WorkerId};
+
+    use super::*;
+
+    fn chosen(worker: u64) -> Chosen {
+        let terms = Terms { queue: 0.5, first_token: 0.5, ..Terms::default() };
+        let placed = Placed { decode: WorkerId(worker), prefill: None };
+        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }) }
+    }
+
+    #[test]
+    fn what_was_predicted_is_told_beside_what_came_of_it() {
+        let explanations = Explanations::default();
+        let request = RequestId("r".to_owned());
+        let number = explanations.placed(&request, &Ok(chosen(7)));
+        explanations.measured(number, Some(0.25), None);
+        explanations.measured(number, None, Some(0.0123456789));
+        explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")));
+        let told = explanations.of("r");
+        assert_eq!((told.len(), &told[1]), (2, &json!({"rejected": "too late"})));
+        assert_eq!(told[0]["decode"], WorkerId(7).to_string());
+        assert_eq!((&told[0]["predicted"]["queue_s"], &told[0]["options"]), (&json!(0.5), &json!(3)));
+        assert_eq!(told[0]["measured"], json!({"first_token_s": 0.25, "token_s": 0.012346}));
+        assert!(explanations.of("s").is_empty());
+    }
+
+    /// I5.
+    #[test]
+    fn the_oldest_are_forgotten() {
+        let explanations = Explanations::default();
+        let of = |at: usize| RequestId(at.to_string());
+        let numbers: Vec<u64> = (0..MOST + 5).map(|at| explanations.placed(&of(at), &Ok(chosen(1)))).collect();
+        assert!(explanations.of("4").is_empty() && !explanations.of("5").is_empty());
+        explanations.measured(numbers[4], Some(1.0), None);
+        explanations.measured(numbers[MOST + 4], Some(2.0), None);
+        assert_eq!(explanations.of(&(MOST + 4).to_string())[0]["measured"]["first_token_s"], 2.0);
+        assert_eq!(explanations.recent().placements.len(), MOST);
+    }
+}
