@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_membership::{List, Member};
+use baton_membership::{List, MAX_VIEW, Member};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_runtime::Tls;
@@ -41,7 +41,10 @@ impl EmbeddedClient {
     /// inside a tokio runtime.
     pub fn connect(endpoint: &str, tls: Option<&Tls>) -> Result<EmbeddedClient, ClusterError> {
         let channel = channel(endpoint, tls.map(|tls| (tls, TlsRole::Router)))?;
-        let client = RouterClient { grpc: RegistryClient::new(channel), address: endpoint.to_owned() };
+        let client = RouterClient {
+            grpc: RegistryClient::new(channel).max_decoding_message_size(MAX_VIEW),
+            address: endpoint.to_owned(),
+        };
         Ok(EmbeddedClient { client, follower: Follower::new() })
     }
 }

@@ -63,7 +63,7 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
 mod tests {
     use super::*;
     use baton_membership::testing::member;
-    use baton_membership::{MAX_MEMBERS, MAX_TEXT};
+    use baton_membership::{MAX_MEMBERS, MAX_TEXT, MAX_VIEW};
     use prost::Message as _;
 
     #[test]
@@ -93,6 +93,6 @@ mod tests {
         };
         let view =
             v1::View { revision: u64::MAX, members: vec![largest; MAX_MEMBERS], left: vec![u64::MAX; MAX_MEMBERS] };
-        assert!(view.encoded_len() < 4 << 20, "{}", view.encoded_len());
+        assert!(view.encoded_len() < MAX_VIEW, "{}", view.encoded_len());
     }
 }

@@ -30,7 +30,7 @@ pub use backoff::Backoff;
 pub use error::MembershipError;
 pub use follow::{Follow, FollowAction, FollowInput, FollowNews, OPEN};
 pub use known::{Known, SETTLE};
-pub use member::{List, MAX_MEMBERS, MAX_TEXT, Member, Role, View, check_ttl, is_host_port};
+pub use member::{List, MAX_MEMBERS, MAX_TEXT, MAX_VIEW, Member, Role, View, check_ttl, is_host_port};
 pub use renewal::{Renewal, RenewalAction, RenewalInput, RenewalNews};
 pub use restored::Restored;
 pub use store::Store;

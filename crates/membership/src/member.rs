@@ -8,9 +8,11 @@ use serde::{Deserialize, Serialize};
 use crate::error::MembershipError;
 
 /// Most members that one registry holds (I5).
-pub const MAX_MEMBERS: usize = 4096;
-/// Most bytes of each text field of a member (I5). With [`MAX_MEMBERS`], a whole view fits one gRPC message of 4 MiB.
+pub const MAX_MEMBERS: usize = 16_384;
+/// Most bytes of each text field of a member (I5).
 pub const MAX_TEXT: usize = 256;
+/// Most bytes of a message with a whole view: [`MAX_MEMBERS`] members whose texts are as long as may be.
+pub const MAX_VIEW: usize = 16 << 20;
 
 const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
 

@@ -1,4 +1,4 @@
-//! What the index of workers' blocks costs: bytes a block, events taken in, lookups.
+//! What the index of workers' blocks costs: bytes a block, events taken in, lookups; and a whole placement among so many workers.
 //!
 //!     cargo run --release -p baton-policy --example kv_index -- [BLOCKS] [WORKERS]
 //!
@@ -7,9 +7,11 @@
 
 #![allow(clippy::disallowed_methods, reason = "it takes times")]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_policy::{BlockName, KvChange, KvIndex};
+use baton_membership::{Member, Role, View};
+use baton_policy::{Ask, Backlog, BlockName, Fleet, KvChange, KvIndex, Predicted, Slo, StepCost, StepWork};
 use baton_types::{WorkerId, mix};
 
 /// Blocks of the system prompt, of a conversation, and of a prompt of 100,000 tokens.
@@ -56,6 +58,7 @@ fn main() {
     let a_second = 1000.0 * CHANGE as f64 / EVERY.as_secs_f64();
     println!("1,000 workers that each tell {CHANGE} names every {EVERY:?}: {:.0}% of a core", 100.0 * a_second * each);
     lookups(&index, workers, conversations);
+    placements(&index, workers, conversations);
     let begun = Instant::now();
     index.leave(WorkerId(workers / 2 + 1));
     println!("forgetting a worker: {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
@@ -82,5 +85,46 @@ fn lookups(index: &KvIndex, workers: u64, conversations: u64) {
         }
         times.sort_unstable();
         println!("{what}: {:?} median, {:?} p99, {} holders a lookup", times[500], times[990], found / prompts.len());
+    }
+}
+
+/// A router's whole placement: the lookup, and the choice by predicted time, among all workers.
+fn placements(index: &KvIndex, workers: u64, conversations: u64) {
+    let member = |id: u64| Member {
+        id: WorkerId(id),
+        role: if id.is_multiple_of(2) { Role::Prefill } else { Role::Decode },
+        grpc: "http://127.0.0.1:1".to_owned(),
+        admin: "http://127.0.0.1:2".to_owned(),
+        model: "m".to_owned(),
+        layout: 1,
+        blocks: 10_000,
+        block_size: 16,
+        window_tokens: 0,
+        max_running: 0,
+        context_tokens: 0,
+        draining: false,
+    };
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)));
+    fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));
+    let cost = StepCost { base: 8e-3, row: 1e-4, context: 1e-8, chunk: 4e-3, token: 3e-5, pair: 1e-10 };
+    for worker in 1..=workers {
+        let work = StepWork { tokens: mix(worker) % 10_000, rows: mix(worker) % 50, ..StepWork::default() };
+        let load = Backlog { work, room: 1000, step_tokens: 8192, cost, ..Backlog::default() };
+        fleet.told(WorkerId(worker), load, 1, Instant::now());
+    }
+    let chain = |turn: u64| (1 + mix(turn) % workers) * 1_000_000 + mix(turn ^ 5) % conversations;
+    for (what, blocks) in [("a prompt of 2,000 tokens", 125), ("a prompt of 100,000 tokens", LONG)] {
+        let mut times: Vec<Duration> = Vec::new();
+        for turn in 0..1000 {
+            let names: Arc<[BlockName]> = conversation(chain(turn), blocks).into();
+            let (tokens, avoid, slo) = (16 * names.len() as u32, Vec::new(), Slo::default());
+            let begun = Instant::now();
+            let held = index.find(&names, 64, turn as usize);
+            let ask = Ask { split: true, decode: None, avoid, names, tokens, most: 1000, slo };
+            fleet.place(&ask, &held, begun).expect("there are workers");
+            times.push(begun.elapsed());
+        }
+        times.sort_unstable();
+        println!("placing {what} among {workers} workers: {:?} median, {:?} p99", times[500], times[990]);
     }
 }

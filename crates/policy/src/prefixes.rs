@@ -52,21 +52,26 @@ impl Prefixes {
     pub fn find(&self, names: &[BlockName], now: Instant) -> Option<Sent> {
         let known = |name: &BlockName| self.young.get(name).or_else(|| self.old.get(name));
         let half = names.len() / 2;
-        let from_the_end = names.iter().enumerate().skip(half).rev();
-        let (at, (to, sent)) =
-            from_the_end.map(|(at, name)| (at, known(name))).find_map(|(at, to)| Some((at, *to?)))?;
+        let mut from_the_end = marks(names.len()).rev().take_while(|at| *at >= half);
+        let (at, (to, sent)) = from_the_end.find_map(|at| Some((at, *known(&names[at])?)))?;
         Some(Sent { to, blocks: at as u32 + 1, age: now.saturating_duration_since(sent) })
     }
 
     /// Records that the prefixes with these names were sent to `placed`.
     pub fn note(&mut self, names: &[BlockName], placed: Placed, now: Instant) {
-        for name in names {
+        for name in marks(names.len()).map(|at| &names[at]) {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
                 self.old = std::mem::take(&mut self.young);
             }
             self.young.insert(*name, (placed, now));
         }
     }
+}
+
+/// The blocks of a prompt whose names are noted and looked up: all of a short prompt, fewer of a long one.
+fn marks(blocks: usize) -> impl DoubleEndedIterator<Item = usize> {
+    let (all, some) = (blocks.min(64), blocks.min(512));
+    (0..all).chain((64..some).step_by(8)).chain((512..blocks).step_by(64))
 }
 
 #[cfg(test)]
@@ -118,6 +123,18 @@ mod tests {
                 assert_eq!(Prefixes::names(salt, 16, &known, &tokens(70)), names(salt, &tokens(70)));
             }
         }
+    }
+
+    #[test]
+    fn of_a_long_prompt_few_names_are_noted_and_most_of_it_is_found() {
+        let mut prefixes = Prefixes::new(1000);
+        let long = names("", &tokens(100_000));
+        prefixes.note(&long, at(1), now());
+        assert!(prefixes.young.len() < 220, "{}", prefixes.young.len());
+        let mut more = long[..6000].to_vec();
+        more.extend(names("other", &tokens(16_000)));
+        let sent = prefixes.find(&more, now()).unwrap();
+        assert!((5936..=6000).contains(&sent.blocks), "{sent:?}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use baton_policy::BlockName;
 use baton_proto::v1::worker_event::Event;
 use baton_proto::v1::{CacheEvent, CacheTally, LoadEvent, StepCost};
 use baton_router::{PlacementKind, RouterConfig};
-use serde_json::json;
+use serde_json::{Value, json};
 
 const ANSWER: &str = "yes";
 
@@ -130,5 +130,72 @@ async fn a_prompt_goes_where_there_is_least_to_do() {
         }
     };
     tokio::time::timeout(Duration::from_secs(30), asking).await.expect("prompts go to the worker with fewest answers");
+    cluster.stop().await;
+}
+
+/// A worker that computes prompts says that so many tokens are queued; each takes a millisecond.
+fn queues(tokens: u64) -> Vec<Event> {
+    let cost = Some(StepCost { base: 0.01, row: 1e-3, token: 1e-3, ..StepCost::default() });
+    vec![Event::Load(LoadEvent { tokens, room: 1000, step_tokens: 512, cost, ..LoadEvent::default() })]
+}
+
+/// What is predicted to come too late is refused before any worker is asked, and the error says why.
+#[tokio::test]
+async fn what_would_miss_its_slo_is_refused_and_says_why() {
+    let settings = RouterConfig { slo_ttft: Some(Duration::from_secs(2)), local_prompt: 0, ..predicted() };
+    let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
+    let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([queues(9000)])).await;
+    let decode = cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
+    cluster.readiness.wait().await;
+    cluster.seen(2).await;
+    prefill.was_followed(1).await;
+    // Until the router has read what they say.
+    let refused = async {
+        loop {
+            let body = json!({"prompt": ONE, "stream": true});
+            let response = cluster.http.post(cluster.url("/v1/completions")).json(&body).send().await.unwrap();
+            if response.status() == 429 {
+                return response;
+            }
+        }
+    };
+    let refused = tokio::time::timeout(Duration::from_secs(30), refused).await.expect("a prompt is refused");
+    let after: u64 = refused.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+    let error: Value = refused.json().await.unwrap();
+    assert!((2..=9).contains(&after), "the queue is worked on meanwhile: {after}");
+    assert_eq!(error["error"]["code"], "slo_missed");
+    let message = error["error"]["message"].as_str().unwrap();
+    for word in
+        ["first token is predicted after", "must come within 2.0 s (slo_ttft)", "retry in", "add prefill workers"]
+    {
+        assert!(message.contains(word), "{message}");
+    }
+    let asked = || prefill.asked().len() + decode.asked().len();
+    let before = asked();
+    let (status, _) = cluster.ask("/v1/completions", &json!({"prompt": ONE})).await;
+    assert_eq!((status, asked()), (429, before), "no worker was asked");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_request_that_asks_is_told_why_it_was_placed_so() {
+    let mut cluster = Cluster::with(RouterConfig { local_prompt: 0, ..predicted() }, 1, 1, &[ANSWER]).await;
+    let other = cluster.add(Role::Decode, |_| {}).await;
+    cluster.seen(3).await;
+    let ask = |trace: bool, stream: bool| {
+        let body = json!({"prompt": ONE, "stream": stream});
+        let request = cluster.http.post(cluster.url("/v1/completions")).json(&body).header("x-request-id", "mine");
+        if trace { request.header("x-baton-trace", "1") } else { request }.send()
+    };
+    assert!(ask(false, false).await.unwrap().headers().get("x-baton-placement").is_none());
+    for stream in [false, true] {
+        let response = ask(true, stream).await.unwrap();
+        let told: Value = serde_json::from_slice(response.headers()["x-baton-placement"].as_bytes()).unwrap();
+        let last = told.as_array().unwrap().last().unwrap();
+        assert!(last["prefill"].is_string() && last["options"] == 2 && last["predicted"]["sum_s"].is_f64(), "{told}");
+        assert_ne!(last["next_best"]["decode"], last["decode"]);
+        assert!(stream || last["measured"]["first_token_s"].is_f64());
+    }
+    assert!(!other.asked().is_empty() || !cluster.worker(1).asked().is_empty());
     cluster.stop().await;
 }

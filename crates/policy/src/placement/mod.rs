@@ -258,13 +258,14 @@ impl<'a> Eligible<'a> {
         })
     }
 
-    /// Prefill workers that may hand KV over to `decode`. Empty when the request is not to be split.
-    fn prefill(&self, decode: &Candidate<'_>) -> Vec<&'a Candidate<'a>> {
-        if !self.request.split {
-            return Vec::new();
-        }
-        let apart = |c: &Candidate<'_>| self.request.apart.contains(&(c.id, decode.id));
-        self.usable(Role::Prefill).filter(|c| c.layout == decode.layout && !apart(c)).collect()
+    /// Prefill workers to choose from. None when the request is not to be split.
+    fn prefills(&self) -> impl Iterator<Item = &'a Candidate<'a>> {
+        self.usable(Role::Prefill).filter(|_| self.request.split)
+    }
+
+    /// Whether a prefill worker may hand KV over to a decode worker.
+    fn pair(&self, prefill: &Candidate<'_>, decode: &Candidate<'_>) -> bool {
+        prefill.layout == decode.layout && !self.request.apart.contains(&(prefill.id, decode.id))
     }
 }
 

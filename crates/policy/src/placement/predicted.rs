@@ -13,7 +13,6 @@
 use std::time::Duration;
 
 use baton_latency::{Backlog, StepCost, StepWork};
-use baton_membership::Role;
 use baton_types::WorkerId;
 
 use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
@@ -60,7 +59,8 @@ impl Placement for Predicted {
         self.turn = self.turn.wrapping_add(1);
         let (eligible, usual) = (Eligible { view, request }, usual(view));
         let outlook = |worker| Outlook::of(worker, usual, request);
-        let soon = Soon::of(eligible.usable(Role::Prefill).map(outlook));
+        let prefills: Vec<_> = eligible.prefills().map(outlook).collect();
+        let soon = Soon::of(&prefills);
         let decodes = eligible.decode()?.into_iter().map(outlook);
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
         decodes.sort_by(|(a, _), (b, _)| a.sum().total_cmp(&b.sum()));
@@ -70,14 +70,14 @@ impl Placement for Predicted {
             if at >= DECODES && !short {
                 continue;
             }
-            let prefills = eligible.prefill(decode.worker);
-            if prefills.is_empty() || short {
+            let mut pairs = prefills.iter().filter(|prefill| eligible.pair(prefill.worker, decode.worker)).peekable();
+            if pairs.peek().is_none() || short {
                 let placed = Placed { decode: decode.worker.id, prefill: None };
                 options.push((decode.alone(answer, &soon, request), placed, decode.worker.in_flight));
             }
-            for prefill in prefills.into_iter().filter(|_| at < DECODES) {
-                let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.id) };
-                options.push((outlook(prefill).split(answer, &soon), placed, prefill.in_flight));
+            for prefill in pairs.filter(|_| at < DECODES) {
+                let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.worker.id) };
+                options.push((prefill.split(answer, &soon), placed, prefill.worker.in_flight));
             }
         }
         for (terms, ..) in &mut options {
@@ -204,7 +204,7 @@ struct Soon {
 }
 
 impl Soon {
-    fn of<'a>(prefills: impl Iterator<Item = Outlook<'a>>) -> Soon {
+    fn of(prefills: &[Outlook<'_>]) -> Soon {
         let (mut begins, mut queue, mut compute) = (f64::INFINITY, f64::INFINITY, 0.0f64);
         for prefill in prefills {
             let queued = prefill.load.queue().as_secs_f64();

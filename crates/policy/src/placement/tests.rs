@@ -295,7 +295,7 @@ fn what_would_come_too_late_is_rejected_and_says_why() {
     let ask = |first_token| PlacementInput { slo: slo(first_token), ..LONG };
     assert_eq!(ids(policy.place(&view, &ask(3000)).unwrap()).1, Some(2));
     let PlacementError::Late(missed) = policy.place(&view, &ask(2000)).unwrap_err() else { panic!() };
-    assert!(missed.terms.queue < 2.4, "of the worker where it is least late: {missed}");
+    assert!(missed.terms.queue < 2.8, "of the worker where it is least late: {missed}");
     assert_eq!(missed.retry_after(), Some(Duration::from_secs(1)));
     view[1].load = queue(0);
     view[2..].iter_mut().for_each(|decode| decode.load = rows(100));

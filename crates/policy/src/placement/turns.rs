@@ -63,7 +63,7 @@ fn place_in_turn(
             in_turn(&choices, &mut turns.decode).unwrap_or(choices[0])
         }
     };
-    let choices = eligible.prefill(decode);
+    let choices: Vec<_> = eligible.prefills().filter(|prefill| eligible.pair(prefill, decode)).collect();
     let prefill =
         nearest(&choices, request, |sent| sent.prefill).or_else(|| in_turn(&narrow(choices), &mut turns.prefill));
     Ok(Placed { decode: decode.id, prefill: prefill.map(|c| c.id) }.into())
