@@ -65,7 +65,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        let alarm = Alarm::new(job.deadline);
+        let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers));
         let (gone, process) = (sink.client_gone(), shutdown.clone());
         let broken_off = Dormant::new(async move {
             tokio::select! {
@@ -74,17 +74,7 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver {
-            job,
-            workers,
-            shutdown,
-            sink,
-            decode: None,
-            prefill: None,
-            alarm,
-            forecast: Forecast::Nothing,
-            broken_off,
-        }
+        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm, forecast, broken_off }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -101,7 +91,7 @@ impl Driver {
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
-                    self.forecast.ended(&self.workers);
+                    self.forecast.ended();
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
                 Some(Effect::Fail(failure)) => return self.sink.fail(RequestError::from(failure)).await,
@@ -153,17 +143,19 @@ impl Driver {
         match effect {
             Effect::Place(ask) => {
                 let outcome = self.workers.place(&ask, &self.job.request_id);
-                self.forecast = self.forecast.placed(&outcome);
+                self.forecast.placed(&outcome);
                 return Some(ChoiceInput::Placed(outcome.chosen.map(|chosen| chosen.placed)));
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
+                self.forecast.opens(worker);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, compute_here: local };
                 self.decode = Some(open_decode(self.workers.link(worker), request));
             }
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
+                self.forecast.opens(worker);
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target };
                 self.prefill = Some(open_prefill(self.workers.link(worker), request));
             }
@@ -181,8 +173,8 @@ impl Driver {
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
-        let Driver { sink, job, shutdown, forecast, workers, .. } = self;
-        forecast.token(workers);
+        let Driver { sink, job, shutdown, forecast, .. } = self;
+        forecast.token();
         given(sink.token(token), job.deadline, shutdown).await
     }
 

@@ -123,7 +123,7 @@ mod tests {
     fn chosen(worker: u64) -> Chosen {
         let terms = Terms { queue: 0.5, first_token: 0.5, ..Terms::default() };
         let placed = Placed { decode: WorkerId(worker), prefill: None };
-        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }) }
+        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }), number: 1 }
     }
 
     #[test]

@@ -1,6 +1,9 @@
-//! Compares what was predicted of one choice with what came of it.
+//! One choice's placement: what its workers are to expect of it, and what was predicted and came of it.
 
-use baton_policy::Terms;
+use std::sync::Arc;
+
+use baton_policy::Chosen;
+use baton_types::WorkerId;
 use tokio::time::Instant;
 
 use crate::worker::{Placement, Workers};
@@ -8,60 +11,82 @@ use crate::worker::{Placement, Workers};
 /// Tokens below which the time between them says little.
 const ENOUGH: u32 = 8;
 
-/// What is known so far.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Forecast {
-    /// Nothing was predicted, or a worker failed since: then times say nothing of predictions.
-    Nothing,
-    /// It waits for its first token.
-    Placed(Predicted),
-    /// It has had this many tokens since its first one.
-    Answering { predicted: Predicted, first: Instant, last: Instant, tokens: u32 },
+/// The placement of one choice. Dropping it says that its workers have nothing to expect any more.
+pub(crate) struct Forecast {
+    workers: Arc<Workers>,
+    now: Option<Placed>,
+    /// A worker failed: times say nothing of predictions any more.
+    failed: bool,
 }
 
-/// A prediction.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Predicted {
-    at: Instant,
-    terms: Terms,
-    /// Number of the placement.
+struct Placed {
+    chosen: Chosen,
+    /// Number of its explanation.
     number: u64,
+    at: Instant,
+    /// When the first token came, and the last, and how many came since the first.
+    tokens: Option<(Instant, Instant, u32)>,
 }
 
 impl Forecast {
-    /// The choice was placed, or is placed again.
-    pub fn placed(self, placement: &Placement) -> Forecast {
-        let why = placement.chosen.as_ref().ok().and_then(|chosen| chosen.why);
-        match (self, why, placement.again) {
-            (Forecast::Nothing, Some(why), false) => {
-                Forecast::Placed(Predicted { at: Instant::now(), terms: why.terms, number: placement.number })
-            }
-            _ => Forecast::Nothing,
+    /// Of a choice that is not placed yet.
+    pub fn new(workers: &Arc<Workers>) -> Forecast {
+        Forecast { workers: Arc::clone(workers), now: None, failed: false }
+    }
+
+    /// The choice was placed, for the first time or again.
+    pub fn placed(&mut self, placement: &Placement) {
+        self.failed |= self.now.is_some();
+        self.over();
+        let placed =
+            |chosen: &Chosen| Placed { chosen: *chosen, number: placement.number, at: Instant::now(), tokens: None };
+        self.now = placement.chosen.as_ref().ok().map(placed);
+    }
+
+    /// The stream to this worker is opened.
+    pub fn opens(&self, worker: WorkerId) {
+        if let Some(now) = &self.now {
+            self.workers.opened(worker, now.chosen.number);
         }
     }
 
     /// A token came.
-    pub fn token(&mut self, workers: &Workers) {
+    pub fn token(&mut self) {
+        let Some(placed) = &mut self.now else { return };
         let now = Instant::now();
-        match self {
-            Forecast::Nothing => {}
-            Forecast::Placed(predicted) => {
-                let time = (now - predicted.at).as_secs_f64();
-                workers.measured(predicted.number, &predicted.terms, Some(time), None);
-                *self = Forecast::Answering { predicted: *predicted, first: now, last: now, tokens: 0 };
+        match &mut placed.tokens {
+            Some((_, last, tokens)) => (*last, *tokens) = (now, *tokens + 1),
+            None => {
+                placed.tokens = Some((now, now, 0));
+                self.workers.begun(&placed.chosen);
+                if let Some(why) = placed.chosen.why.filter(|_| !self.failed) {
+                    let time = (now - placed.at).as_secs_f64();
+                    self.workers.measured(placed.number, &why.terms, Some(time), None);
+                }
             }
-            Forecast::Answering { last, tokens, .. } => (*last, *tokens) = (now, *tokens + 1),
         }
     }
 
-    /// The answer has ended.
-    pub fn ended(&self, workers: &Workers) {
-        match self {
-            Forecast::Answering { predicted, first, last, tokens } if *tokens >= ENOUGH => {
-                let time = (*last - *first).as_secs_f64() / f64::from(*tokens);
-                workers.measured(predicted.number, &predicted.terms, None, Some(time));
-            }
-            _ => {}
+    /// The answer is complete.
+    pub fn ended(&self) {
+        let Some(Placed { chosen, number, tokens: Some((first, last, tokens @ ENOUGH..)), .. }) = &self.now else {
+            return;
+        };
+        if let Some(why) = chosen.why.filter(|_| !self.failed) {
+            let time = (*last - *first).as_secs_f64() / f64::from(*tokens);
+            self.workers.measured(*number, &why.terms, None, Some(time));
         }
+    }
+
+    fn over(&mut self) {
+        if let Some(placed) = self.now.take().filter(|placed| placed.tokens.is_none()) {
+            self.workers.begun(&placed.chosen);
+        }
+    }
+}
+
+impl Drop for Forecast {
+    fn drop(&mut self) {
+        self.over();
     }
 }

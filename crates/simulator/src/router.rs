@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use baton_membership::Follow;
-use baton_policy::{Ask, Failure, Fleet, KvIndex, LeastLoaded, Placed, Placement, Predicted, Probe, RoundRobin};
+use baton_policy::{Ask, Chosen, Failure, Fleet, KvIndex, LeastLoaded, Placement, Predicted, Probe, RoundRobin};
 use baton_types::WorkerId;
 
 pub(crate) use choice::InFlight;
@@ -74,10 +74,10 @@ impl Router {
 
 impl Router {
     /// Places a request by what each worker holds.
-    fn place_held(&mut self, ask: &Ask, request: u64, now: Instant) -> Result<Placed, Failure> {
+    fn place_held(&mut self, ask: &Ask, request: u64, now: Instant) -> Result<Chosen, Failure> {
         let held = self.index.find(&ask.names, 4, request as usize);
         self.index.mention(&ask.names);
-        self.fleet.place(ask, &held, now).map(|chosen| chosen.placed)
+        self.fleet.place(ask, &held, now)
     }
 }
 

@@ -59,10 +59,8 @@ pub(crate) struct Workers {
 /// What became of a wish to be placed.
 pub(crate) struct Placement {
     pub chosen: Result<Chosen, Failure>,
-    /// Number of the placement.
+    /// Number of its explanation.
     pub number: u64,
-    /// The request was placed before.
-    pub again: bool,
 }
 
 /// What follows from a view alone.
@@ -240,14 +238,24 @@ impl Workers {
     pub fn place(&self, ask: &Ask, request: &RequestId) -> Placement {
         let held = self.held.find(&ask.names, self.turn.fetch_add(1, Ordering::Relaxed));
         let chosen = self.fleet().place(ask, &held, Instant::now().into_std());
-        if let Ok(Chosen { placed, why: Some(_) }) = &chosen {
+        if let Ok(Chosen { placed, why: Some(_), .. }) = &chosen {
             let route = if placed.prefill.is_some() { "split" } else { "local" };
             let at = |holder: &&Holder| holder.worker == placed.decode || Some(holder.worker) == placed.prefill;
             let kv = if held.iter().any(|holder| at(&holder)) { "held" } else { "none" };
             counter!(names::PLACEMENTS, "route" => route, "kv" => kv).increment(1);
         }
         let number = self.explanations.placed(request, &chosen);
-        Placement { chosen, number, again: !ask.avoid.is_empty() || ask.decode.is_some() }
+        Placement { chosen, number }
+    }
+
+    /// The stream to a worker is opened for the request with this placement.
+    pub fn opened(&self, worker: WorkerId, placement: u64) {
+        self.fleet().opened(worker, placement, Instant::now().into_std());
+    }
+
+    /// The request that was so placed has begun to answer, or has ended.
+    pub fn begun(&self, chosen: &Chosen) {
+        self.fleet().begun(chosen);
     }
 
     /// What came of a placement with these predictions: seconds to the first token, and from one token to the next.
@@ -299,7 +307,7 @@ impl Workers {
     pub fn link(self: &Arc<Self>, worker: WorkerId) -> Result<WorkerLink, LegEnd> {
         // Every worker of the fleet has a connection, so this worker has left.
         let channel = self.table().channels.get(&worker).cloned().ok_or(LegEnd::Left { worker })?;
-        let lease = self.fleet().lease(worker, Instant::now().into_std())?;
+        let lease = self.fleet().lease(worker)?;
         Ok(WorkerLink::new(Arc::clone(self), channel, lease))
     }
 }

@@ -106,6 +106,8 @@ pub struct Chosen {
     pub placed: Placed,
     /// `None`: nothing was predicted.
     pub why: Option<Why>,
+    /// Number of the placement, which [`crate::Fleet::place`] gives it.
+    pub number: u64,
 }
 
 /// Why a request was placed where it was.
@@ -160,7 +162,7 @@ impl Terms {
 
 impl From<Placed> for Chosen {
     fn from(placed: Placed) -> Chosen {
-        Chosen { placed, why: None }
+        Chosen { placed, why: None, number: 0 }
     }
 }
 

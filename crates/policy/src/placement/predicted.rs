@@ -113,7 +113,7 @@ impl Predicted {
         let (terms, placed, _) = *alike.min_by_key(rank).unwrap_or(&options[0]);
         let others = options.iter().filter(|(_, other, _)| *other != placed);
         let next = others.min_by(|a, b| sum(a).total_cmp(&sum(b))).map(|(terms, placed, _)| (*placed, *terms));
-        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }) })
+        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0 })
     }
 
     /// A number that orders equals, another one in each turn.

@@ -250,10 +250,11 @@ impl Fleet {
                 break;
             }
         }
-        let chosen = chosen.map_err(|error| Failure {
+        let mut chosen = chosen.map_err(|error| Failure {
             retry_after: error.retry_after(),
             ..Failure::new(error.kind(), error.to_string())
         })?;
+        chosen.number = self.placements;
         let Placed { decode, prefill } = chosen.placed;
         outliers.placed(Subject::Worker(decode), now);
         if let Some(prefill) = prefill {
@@ -286,19 +287,19 @@ impl Fleet {
 
     /// Counts a request that was placed in the loads of its workers.
     fn count(&mut self, ask: &Ask, placed: Placed, held: &Held<'_>, answer: u32, now: Instant) {
-        let size = self.block_size();
+        let (size, number) = (self.block_size(), self.placements);
         let there = |id| held.by.iter().find(|holder| holder.worker == id).map_or(0, |holder| holder.blocks);
         let prompt = |id| {
             let cached = there(id).saturating_mul(size).min(ask.tokens.saturating_sub(1));
             StepWork::default().with_prompt(cached.into(), ask.tokens.into())
         };
         if let Some((id, worker)) = placed.prefill.and_then(|id| Some((id, self.workers.get_mut(&id)?))) {
-            worker.load.sent(prompt(id), 0, now);
+            worker.load.sent(number, prompt(id), 0, now);
         }
         if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(placed.decode) } else { StepWork::default() };
             let blocks = (ask.tokens + answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
-            worker.load.sent(own.with_row(ask.tokens.into()), blocks, now);
+            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
         }
     }
 
@@ -354,13 +355,28 @@ impl Fleet {
         self.answer += (f64::from(answer) - self.answer) * ANSWER_FOLLOWS;
     }
 
+    /// The stream to a worker is opened for the request with this placement.
+    pub fn opened(&mut self, worker: WorkerId, number: u64, now: Instant) {
+        if let Some(worker) = self.workers.get_mut(&worker) {
+            worker.load.opened(number, now);
+        }
+    }
+
+    /// The request with this placement has begun to answer, or has ended: its workers know of it, or will never.
+    pub fn begun(&mut self, chosen: &Chosen) {
+        for id in [Some(chosen.placed.decode), chosen.placed.prefill].into_iter().flatten() {
+            if let Some(worker) = self.workers.get_mut(&id) {
+                worker.load.begun(chosen.number);
+            }
+        }
+    }
+
     /// Counts a request on this worker until its lease is dropped.
     ///
     /// # Errors
     /// [`LegEnd::Left`]: the worker is no longer in the view.
-    pub fn lease(&mut self, worker: WorkerId, now: Instant) -> Result<WorkerLease, LegEnd> {
-        let used = self.workers.get_mut(&worker).ok_or(LegEnd::Left { worker })?;
-        used.load.opened(now);
+    pub fn lease(&self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
+        let used = self.workers.get(&worker).ok_or(LegEnd::Left { worker })?;
         used.in_flight.fetch_add(1, Ordering::Relaxed);
         Ok(WorkerLease { worker, joined: used.joined, in_flight: Arc::clone(&used.in_flight) })
     }

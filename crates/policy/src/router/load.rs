@@ -23,6 +23,8 @@ pub(super) struct Load {
 /// A request that was placed here.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
+    /// Number of its placement.
+    number: u64,
     placed: Instant,
     /// When its stream was opened.
     opened: Option<Instant>,
@@ -38,20 +40,25 @@ impl Load {
     }
 
     /// A request was placed here that adds so much.
-    pub fn sent(&mut self, work: StepWork, blocks: u32, now: Instant) {
+    pub fn sent(&mut self, number: u64, work: StepWork, blocks: u32, now: Instant) {
         if self.sent.len() >= MOST {
             self.forget(now);
         }
         if self.told.is_some() && self.sent.len() < MOST {
-            self.sent.push(Sent { placed: now, opened: None, work, blocks });
+            self.sent.push(Sent { number, placed: now, opened: None, work, blocks });
         }
     }
 
-    /// A request's stream to the worker is opened. Which one is not known; most go in the order in which they were placed.
-    pub fn opened(&mut self, now: Instant) {
-        if let Some(first) = self.sent.iter_mut().find(|sent| sent.opened.is_none()) {
-            first.opened = Some(now);
+    /// The stream of the request with this placement is opened.
+    pub fn opened(&mut self, number: u64, now: Instant) {
+        if let Some(sent) = self.sent.iter_mut().find(|sent| sent.number == number) {
+            sent.opened = Some(now);
         }
+    }
+
+    /// The request with this placement has begun to answer, here or elsewhere, or has ended.
+    pub fn begun(&mut self, number: u64) {
+        self.sent.retain(|sent| sent.number != number);
     }
 
     /// Forgets what the worker knew at that time.
@@ -100,27 +107,30 @@ mod tests {
     fn what_was_sent_counts_until_the_worker_says_so_itself() {
         let (mut load, begun, row) = (Load::default(), Instant::now(), StepWork::default().with_row(10));
         let at = |ms: u64| begun + Duration::from_millis(ms);
-        load.sent(row, 5, at(0));
+        load.sent(1, row, 5, at(0));
         assert_eq!(rows(&load), None, "nothing is known of it");
         let empty = Backlog { room: 100, ..Backlog::default() };
         load.told(empty, 1, at(1));
-        load.sent(row, 5, at(2));
-        load.sent(row, 5, at(3));
+        load.sent(2, row, 5, at(2));
+        load.sent(3, row, 5, at(3));
         assert_eq!(rows(&load), Some((2, 90)));
-        load.opened(at(10));
+        load.opened(2, at(10));
         load.told(empty, 1, at(11));
         assert_eq!(rows(&load), Some((2, 90)), "it may not know of it yet");
         load.told(empty.with(row, 5), 1, at(12));
         assert_eq!(rows(&load), Some((2, 90)), "its own word, and one that was not opened");
+        load.sent(4, row, 5, at(20));
+        load.begun(4);
+        assert_eq!(rows(&load), Some((2, 90)), "it needed nothing here");
         load.told(empty, 1, at(5003));
-        assert_eq!(rows(&load), Some((0, 100)), "that one went another way");
+        assert_eq!(rows(&load), Some((0, 100)), "the other was never opened");
     }
 
     #[test]
     fn other_routers_do_alike() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 3, now);
-        load.sent(StepWork::default().with_row(10), 5, now);
+        load.sent(1, StepWork::default().with_row(10), 5, now);
         assert_eq!(rows(&load), Some((3, -15)));
     }
 
@@ -134,9 +144,9 @@ mod tests {
         load.told(Backlog { work, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
         assert_eq!((tokens(&load, 0), tokens(&load, 25), tokens(&load, 200)), (100, 75, 0));
         load.told(Backlog { cost, step_tokens: 50, ..Backlog::default() }, 1, at(200));
-        load.sent(work, 0, at(300));
+        load.sent(1, work, 0, at(300));
         assert_eq!(tokens(&load, 320), 100, "its stream is not open yet");
-        load.opened(at(320));
+        load.opened(1, at(320));
         assert_eq!(tokens(&load, 340), 80);
     }
 
@@ -145,7 +155,7 @@ mod tests {
     fn no_more_is_kept_than_may() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 1, now);
-        (0..2 * MOST).for_each(|_| load.sent(StepWork::default().with_row(1), 1, now));
+        (0..2 * MOST).for_each(|at| load.sent(at as u64, StepWork::default().with_row(1), 1, now));
         assert_eq!(rows(&load), Some((MOST as u64, -(MOST as i64))));
     }
 }

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use baton_policy::{Choice, ChoiceInput, Effect, NewRequest, Patience, Prefixes, RequestLimits, Sequence, Taken};
+use baton_policy::{
+    Choice, ChoiceInput, Chosen, Effect, NewRequest, Patience, Prefixes, RequestLimits, Sequence, Taken,
+};
 use baton_types::{FinishReason, SamplingParams, TokenOut};
 
 use super::streams::{Leg, Stream};
@@ -20,6 +22,8 @@ const ATTEMPTS: u32 = 4;
 /// A request in progress.
 pub(crate) struct InFlight {
     pub choice: Choice,
+    /// Where it was placed last.
+    pub(super) chosen: Option<Chosen>,
     pub(super) decode: Option<Stream>,
     pub(super) prefill: Option<Stream>,
     /// Inputs that came while the client was taking a token: from the prefill stream, then from the decode stream.
@@ -67,7 +71,8 @@ impl World {
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);
         let early = Default::default();
-        let flight = InFlight { choice, decode: None, prefill: None, early, busy: false, recovering: None };
+        let flight =
+            InFlight { choice, chosen: None, decode: None, prefill: None, early, busy: false, recovering: None };
         self.routers[place].choices.insert(request, flight);
         self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
@@ -167,7 +172,9 @@ impl World {
         match effect {
             Effect::Place(ask) => {
                 let now = self.clock_now(Process::Router(place));
-                let placed = self.routers[place].place_held(&ask, request, now);
+                let chosen = self.routers[place].place_held(&ask, request, now);
+                self.placed(place, request, chosen.as_ref().ok().copied());
+                let placed = chosen.map(|chosen| chosen.placed);
                 self.note(|| format!("router {place} places request {request}: {placed:?}"));
                 if let Err(failure) = &placed
                     && failure.message.contains("no decode worker")
@@ -242,6 +249,15 @@ impl World {
         })
     }
 
+    /// What was counted for the request's last placement is over. `chosen`: the next one.
+    fn placed(&mut self, place: Place, request: u64, chosen: Option<Chosen>) {
+        let router = &mut self.routers[place];
+        let Some(flight) = router.choices.get_mut(&request) else { return };
+        if let Some(before) = std::mem::replace(&mut flight.chosen, chosen) {
+            router.fleet.begun(&before);
+        }
+    }
+
     fn emit_scored(&mut self, request: u64, tokens: Vec<TokenOut>) -> Result<Option<ChoiceInput>, Violation> {
         let client = &mut self.clients[request as usize];
         if client.end.is_some() {
@@ -287,6 +303,7 @@ impl World {
     fn end_choice(&mut self, place: Place, request: u64, end: End) -> Result<Option<ChoiceInput>, Violation> {
         self.drop_stream(place, request, Leg::Decode);
         self.drop_stream(place, request, Leg::Prefill);
+        self.placed(place, request, None);
         self.routers[place].choices.remove(&request);
         self.note(|| format!("request {request} ends: {end:?}"));
         let client = &mut self.clients[request as usize];

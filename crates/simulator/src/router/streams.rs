@@ -32,7 +32,10 @@ impl World {
     ) -> Result<(), LegEnd> {
         let now = self.clock_now(Process::Router(place));
         let router = &mut self.routers[place];
-        let lease = router.fleet.lease(worker, now)?;
+        let lease = router.fleet.lease(worker)?;
+        if let Some(chosen) = router.choices.get(&request).and_then(|flight| flight.chosen) {
+            router.fleet.opened(worker, chosen.number, now);
+        }
         self.next_call += 1;
         let (call, link) = (self.next_call, (place, worker));
         router.calls.insert(call, (request, leg));

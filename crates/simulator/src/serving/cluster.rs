@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use baton_engine::{Event, Start};
 use baton_membership::{Member, Role, View};
 use baton_policy::{
-    Ask, BlockName, Fleet, Followed, KvChange, KvIndex, LeastLoaded, Placed, Placement, Predicted, Prefixes,
-    RoundRobin, Why, WorkerLease,
+    Ask, BlockName, Chosen, Fleet, Followed, KvChange, KvIndex, LeastLoaded, Placed, Placement, Predicted, Prefixes,
+    RoundRobin, WorkerLease,
 };
 use baton_types::{SeqId, TokenOut, WorkerId};
 
@@ -43,7 +43,7 @@ enum Happens {
 struct Flight {
     router: usize,
     placed: Option<Placed>,
-    why: Option<Why>,
+    chosen: Option<Chosen>,
     leases: Vec<WorkerLease>,
     /// At the prefill and at the decode worker.
     seqs: [Option<SeqId>; 2],
@@ -193,14 +193,14 @@ impl<'a> Cluster<'a> {
             return;
         };
         let predicted = chosen.why.map(|why| (why.terms.first_token, why.terms.token));
-        let why = chosen.why;
         let served = Served { input: prompt.input, predicted, ..Served::default() };
         let placed = chosen.placed;
-        let leases = vec![router.fleet.lease(placed.decode, clock)].into_iter().flatten().collect();
+        let leases = vec![router.fleet.lease(placed.decode)].into_iter().flatten().collect();
+        router.fleet.opened(placed.decode, chosen.number, clock);
         let flight = Flight {
             router: at,
             placed: Some(placed),
-            why,
+            chosen: Some(chosen),
             leases,
             names,
             began: self.now,
@@ -227,7 +227,9 @@ impl<'a> Cluster<'a> {
         let (prompt, clock) = (&self.prompts[request], self.clock());
         let Some(flight) = self.flights.get_mut(&request) else { return };
         let Some(prefill) = flight.placed.and_then(|placed| placed.prefill) else { return };
-        flight.leases.extend(self.routers[flight.router].fleet.lease(prefill, clock));
+        let fleet = &mut self.routers[flight.router].fleet;
+        flight.leases.extend(fleet.lease(prefill));
+        flight.chosen.iter().for_each(|chosen| fleet.opened(prefill, chosen.number, clock));
         let worker = place_of(prefill);
         let seq = self.workers[worker].submit(request, prompt.tokens(), prompt.output, Start::ComputeAndHold);
         if let Some(flight) = self.flights.get_mut(&request) {
@@ -319,8 +321,9 @@ impl<'a> Cluster<'a> {
         if index == 0 {
             (flight.first, flight.served.cached) = (now, cached);
             flight.served.ttft = (now - flight.began) as f64 / 1e9;
-            if let Some(why) = flight.why {
-                let fleet = &mut self.routers[flight.router].fleet;
+            let fleet = &mut self.routers[flight.router].fleet;
+            flight.chosen.iter().for_each(|chosen| fleet.begun(chosen));
+            if let Some(why) = flight.chosen.and_then(|chosen| chosen.why) {
                 fleet.measured(&why.terms, Some(flight.served.ttft), None);
             }
         } else {
@@ -335,7 +338,7 @@ impl<'a> Cluster<'a> {
         if flight.tokens > 1 {
             flight.served.itl = (flight.last - flight.first) as f64 / 1e9 / f64::from(flight.tokens - 1);
         }
-        if let Some(why) = flight.why {
+        if let Some(why) = flight.chosen.and_then(|chosen| chosen.why) {
             let token = Some(flight.served.itl).filter(|_| flight.tokens > 8);
             self.routers[flight.router].fleet.measured(&why.terms, None, token);
         }

@@ -80,7 +80,7 @@ fn the_fingerprint_is_that_of_the_decode_workers_that_take_requests() {
 #[test]
 fn requests_go_where_the_fewest_are() {
     let mut fleet = fleet(two_and_two());
-    let leases = [D1, P2].map(|id| fleet.lease(id, Instant::now()).unwrap());
+    let leases = [D1, P2].map(|id| fleet.lease(id).unwrap());
     for _ in 0..3 {
         assert_eq!(fleet.place(&ask(), &[], Instant::now()).map(|chosen| chosen.placed), Ok(on(D2, P1)));
     }
@@ -92,7 +92,7 @@ fn requests_go_where_the_fewest_are() {
 #[test]
 fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D1, Instant::now()).unwrap();
+    let lease = fleet.lease(D1).unwrap();
     assert_eq!(fleet.ended(&lease, &answered(ErrorKind::Internal), now), None, "it lives");
     assert_eq!(fleet.ended(&lease, &LegEnd::Early, now), None);
     let probe = fleet.ended(&lease, &lost(false), now).unwrap();
@@ -117,7 +117,7 @@ fn a_lost_worker_is_left_alone_until_it_answers_or_nobody_else_is_there() {
 fn a_worker_that_says_that_it_drains_is_not_chosen_whatever_the_view_says() {
     // I7: the registry may be away and unable to say so.
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D1, Instant::now()).unwrap();
+    let lease = fleet.lease(D1).unwrap();
     assert_eq!(fleet.ended(&lease, &LegEnd::Draining { message: "no".into() }, now), None, "it lives");
     fleet.update(view(two_and_two()));
     for _ in 0..3 {
@@ -140,7 +140,7 @@ fn a_worker_that_says_that_it_drains_is_not_chosen_whatever_the_view_says() {
 fn a_request_keeps_its_lost_decode_worker_and_is_not_given_a_lost_prefill_worker() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
     for id in [D1, P1] {
-        let lease = fleet.lease(id, Instant::now()).unwrap();
+        let lease = fleet.lease(id).unwrap();
         fleet.ended(&lease, &lost(false), now);
     }
     for _ in 0..3 {
@@ -154,13 +154,13 @@ fn a_request_keeps_its_lost_decode_worker_and_is_not_given_a_lost_prefill_worker
 #[test]
 fn a_worker_that_comes_back_is_not_what_it_was() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let (old, other) = (fleet.lease(D1, Instant::now()).unwrap(), fleet.lease(D1, Instant::now()).unwrap());
+    let (old, other) = (fleet.lease(D1).unwrap(), fleet.lease(D1).unwrap());
     let probe = fleet.ended(&old, &lost(false), now).unwrap();
     let changes = fleet.update(view(two_and_two().split_off(1)));
     assert_eq!((changes.joined.len(), changes.left), (0, vec![D1]));
-    assert_eq!(fleet.lease(D1, Instant::now()).err(), Some(LegEnd::Left { worker: D1 }));
+    assert_eq!(fleet.lease(D1).err(), Some(LegEnd::Left { worker: D1 }));
     assert_eq!(fleet.update(view(two_and_two())).joined, [member(D1, Role::Decode)]);
-    let new = fleet.lease(D1, Instant::now()).unwrap();
+    let new = fleet.lease(D1).unwrap();
     assert_eq!(fleet.probed(probe, false, now), None, "of the old connection");
     assert_eq!(fleet.ended(&other, &lost(false), now), None);
     drop((old, other));
@@ -307,13 +307,13 @@ fn one_request_that_waited_makes_no_worker_slow() {
 #[test]
 fn a_lost_worker_is_no_equal_and_comes_after_one_that_does_worse() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
-    let lease = fleet.lease(D2, Instant::now()).unwrap();
+    let lease = fleet.lease(D2).unwrap();
     fleet.ended(&lease, &lost(false), now);
     assert_eq!(judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now), None, "it is the only one");
     assert_eq!(fleet.place(&ask(), &[], now).unwrap().placed.decode, D1);
     let (mut fleet, now) = (self::fleet(two_and_two()), Instant::now());
     judged(&mut fleet, Subject::Worker(D1), Outcome::Failed, 20, now);
-    let lease = fleet.lease(D2, Instant::now()).unwrap();
+    let lease = fleet.lease(D2).unwrap();
     fleet.ended(&lease, &lost(false), now);
     assert_eq!(fleet.place(&ask(), &[], now).unwrap().placed.decode, D1);
 }
