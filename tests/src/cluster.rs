@@ -61,7 +61,7 @@ impl Cluster {
         std::fs::create_dir(tmp(&dir))?;
         command.args(options.flags()).env("TMPDIR", tmp(&dir));
         // A prompt is handed over, however short, unless a test wants otherwise.
-        command.env("BATON_LOCAL_PREFILL", "1").envs(options.env.iter().cloned());
+        command.env("BATON_LOCAL_PREFILL", "1").env("BATON_LOCAL_PROMPT", "0").envs(options.env.iter().cloned());
         command.stdout(Stdio::piped()).stderr(File::create(log_path(&dir))?);
         baton_runtime::die_with_parent(&mut command);
         let mut up = command.spawn().context("starting baton up")?;

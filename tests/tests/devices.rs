@@ -104,7 +104,8 @@ impl Scene {
         let registry = format!("http://{internal}");
         let mut router = binary::command()?;
         router.args(["router", "--model", model, "--grpc", &grpc, "--internal", &internal]);
-        router.args(["--http", "127.0.0.1:0", "--admin", &admin.to_string()]);
+        // Short prompts are handed over, too.
+        router.args(["--http", "127.0.0.1:0", "--admin", &admin.to_string(), "--local-prompt", "0"]);
         let mut children = vec![spawn(router)?];
         for worker in workers {
             let mut command = Command::new(std::env::current_exe()?);
