@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::step::seconds;
 use crate::{StepCost, StepWork};
 
 /// What a worker has to do, and what that costs there.
@@ -42,7 +43,7 @@ impl Backlog {
     /// How long a prompt that lacks so many tokens waits for those that are here.
     pub fn wait(&self, missing: u64) -> Duration {
         if missing > self.spare.into() {
-            return self.queue().mul_f64(OVERTAKEN);
+            return seconds(self.queue().as_secs_f64() * OVERTAKEN);
         }
         let Backlog { work, step_tokens, .. } = self;
         let share = (f64::from(*step_tokens) / work.tokens.max(1) as f64).min(1.0);
@@ -61,10 +62,10 @@ impl Backlog {
         self.cost.prompts(&rows.with_prompt(cached.min(tokens), tokens), self.step_tokens.into())
     }
 
-    /// The answers that are expected here once `wait` is over, where each takes `lasts`: those that are here end one after the other, and those
+    /// The answers that are expected here once `wait` is over, where each takes `lasts`, both in seconds: those that are here end one after the other, and those
     /// that come begin one after the other. With equal arrivals all the time, it is as many as now.
-    pub fn answers(&self, wait: Duration, lasts: Duration) -> StepWork {
-        let (wait, lasts) = (wait.as_secs_f64(), lasts.as_secs_f64().max(1e-9));
+    pub fn answers(&self, wait: f64, lasts: f64) -> StepWork {
+        let lasts = lasts.max(1e-9);
         let (left, begun) = ((1.0 - wait / lasts).max(0.0), (lasts / wait.max(1e-9)).min(1.0));
         let expected = |now: u64, coming: u64| (now as f64 * left + coming as f64 * begun).round() as u64;
         let rows = expected(self.work.rows, self.coming.rows);
@@ -108,13 +109,28 @@ mod tests {
         assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
     }
 
+    /// A worker may say anything.
+    #[test]
+    fn no_load_is_too_much() {
+        let huge = StepWork { tokens: u64::MAX, pairs: u64::MAX, rows: u64::MAX, context: u64::MAX };
+        let cost = StepCost { token: 1e300, ..COST };
+        let load = Backlog { work: huge, room: i64::MIN, cost, ..Backlog::default() };
+        let load = load.with(huge.with_row(u64::MAX).with_prompt(0, u64::MAX), u32::MAX);
+        assert_eq!(
+            (load.queue(), load.wait(1), load.prompt(0, u64::MAX)),
+            (Duration::MAX, Duration::MAX, Duration::MAX)
+        );
+        assert_eq!(load.answers(f64::INFINITY, 0.0).rows, 0);
+        assert!(load.answers(0.0, f64::INFINITY).with_row(1).rows == u64::MAX);
+    }
+
     #[test]
     fn answers_end_and_begin_while_one_waits() {
-        let (second, row) = (Duration::from_secs(1), StepWork::default().with_row(100));
+        let row = StepWork::default().with_row(100);
         let ten = (0..10).fold(StepWork::default(), |work, _| work.plus(row));
         let at = |waiting, wait: u32| {
             let (coming, work) = (Coming { rows: waiting, context: 100 * waiting }, ten);
-            Backlog { work, coming, ..Backlog::default() }.answers(second * wait, second * 10).rows
+            Backlog { work, coming, ..Backlog::default() }.answers(f64::from(wait), 10.0).rows
         };
         assert_eq!((at(0, 0), at(0, 5), at(0, 10), at(0, 99)), (10, 5, 0, 0), "those that are here end");
         assert_eq!((at(5, 5), at(10, 10), at(100, 100)), (10, 10, 10), "one a second comes, and one a second ends");

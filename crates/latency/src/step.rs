@@ -26,8 +26,8 @@ impl StepWork {
     /// Adds the tokens of a prompt from position `from` to `to`, not included.
     #[must_use]
     pub fn with_prompt(mut self, from: u64, to: u64) -> StepWork {
-        self.tokens += to - from;
-        self.pairs += pairs(from, to);
+        self.tokens = self.tokens.saturating_add(to - from);
+        self.pairs = self.pairs.saturating_add(pairs(from, to));
         self
     }
 
@@ -45,8 +45,8 @@ impl StepWork {
     /// Adds a sequence that has `context` tokens.
     #[must_use]
     pub fn with_row(mut self, context: u64) -> StepWork {
-        self.rows += 1;
-        self.context += context;
+        self.rows = self.rows.saturating_add(1);
+        self.context = self.context.saturating_add(context);
         self
     }
 }
@@ -99,7 +99,7 @@ impl StepCost {
 }
 
 /// A duration of so many seconds; the longest there is for what is too long for one.
-fn seconds(seconds: f64) -> Duration {
+pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 

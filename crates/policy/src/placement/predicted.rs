@@ -157,7 +157,7 @@ impl<'a> Outlook<'a> {
         let context = u64::from(request.tokens) + u64::from(request.answer / 2);
         // As long as the answers that are here now take.
         let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
-        let lasts = cost.step(&now.with_row(context)).mul_f64(expected);
+        let lasts = cost.step(&now.with_row(context)).as_secs_f64() * expected;
         let beside = self.load.answers(soon.begins, lasts);
         let step = cost.step(&beside.with_row(context)).as_secs_f64();
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
@@ -197,8 +197,8 @@ impl<'a> Outlook<'a> {
 
 /// What is so whichever prefill worker is taken.
 struct Soon {
-    /// How long until the answer begins, where it begins first.
-    begins: Duration,
+    /// Seconds until the answer begins, where it begins first.
+    begins: f64,
     /// How many prompts wait for what this one computes.
     behind: f64,
 }
@@ -212,10 +212,10 @@ impl Soon {
             compute = compute.max(prefill.computes);
         }
         if !begins.is_finite() {
-            return Soon { begins: Duration::ZERO, behind: BEHIND };
+            return Soon { begins: 0.0, behind: BEHIND };
         }
         let behind = BEHIND + queue / compute.max(1e-3);
-        Soon { begins: Duration::from_secs_f64(begins), behind: behind.min(MOST_BEHIND) }
+        Soon { begins, behind: behind.min(MOST_BEHIND) }
     }
 }
 

@@ -305,3 +305,20 @@ fn what_would_come_too_late_is_rejected_and_says_why() {
     view[3].load = rows(3);
     assert_eq!(ids(policy.place(&view, &slow).unwrap()).0, 12, "there it is met");
 }
+
+/// A worker may say anything.
+#[test]
+fn no_load_is_too_much_to_place_a_request() {
+    let huge = StepWork { tokens: u64::MAX, pairs: u64::MAX, rows: u64::MAX, context: u64::MAX };
+    let cost = StepCost { base: 1e300, row: 1e300, context: 1e300, chunk: 1e300, token: 1e300, pair: 1e300 };
+    let load = Some(Backlog { work: huge, room: i64::MIN, cost, ..Backlog::default() });
+    let (mut policy, mut view) = (Predicted::new(256), loaded());
+    view[0].load = load;
+    view[2].load = load;
+    for _ in 0..8 {
+        let (decode, prefill) = ids(policy.place(&view, &LONG).unwrap());
+        assert!(decode != 11 && prefill != Some(1), "others have nothing to do");
+    }
+    view.iter_mut().for_each(|worker| worker.load = load);
+    policy.place(&view, &LONG).unwrap();
+}

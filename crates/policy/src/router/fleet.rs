@@ -298,7 +298,7 @@ impl Fleet {
         }
         if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(placed.decode) } else { StepWork::default() };
-            let blocks = (ask.tokens + answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
+            let blocks = ask.tokens.saturating_add(answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
             worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
         }
     }
