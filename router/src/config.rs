@@ -96,9 +96,9 @@ baton_runtime::config! {
         local_prompt: u32 = 256,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
         /// it; the error says why, and when to retry. Default: none is.
-        slo_ttft: Option<Duration> = None,
+        reject_ttft: Option<Duration> = None,
         /// With predicted: a request whose tokens are predicted to be further apart than this, in the mean, is rejected so. Default: none is.
-        slo_itl: Option<Duration> = None,
+        reject_itl: Option<Duration> = None,
         /// How many times work is started for one answer before it fails.
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
@@ -138,8 +138,8 @@ impl RouterConfig {
             ("connection_age", self.connection_age.is_some_and(|age| age.is_zero())),
             ("send_timeout", self.send_timeout.is_zero()),
             ("keep_alive", self.keep_alive.is_zero()),
-            ("slo_ttft", self.slo_ttft.is_some_and(|slo| slo.is_zero())),
-            ("slo_itl", self.slo_itl.is_some_and(|slo| slo.is_zero())),
+            ("reject_ttft", self.reject_ttft.is_some_and(|slo| slo.is_zero())),
+            ("reject_itl", self.reject_itl.is_some_and(|slo| slo.is_zero())),
         ];
         if let Some((field, _)) = zero.into_iter().find(|(_, zero)| *zero) {
             return Err(RouterError::Zero { field });
@@ -147,7 +147,7 @@ impl RouterConfig {
         if self.registry == EMBEDDED {
             self.internal_tls.check_listener("internal", self.internal)?;
         }
-        if self.placement != PlacementKind::Predicted && (self.slo_ttft.is_some() || self.slo_itl.is_some()) {
+        if self.placement != PlacementKind::Predicted && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
             return Err(RouterError::SloNeedsPrediction);
         }
         if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {

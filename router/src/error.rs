@@ -19,7 +19,7 @@ pub enum RouterError {
         field: &'static str,
     },
     /// Only one placement predicts.
-    #[error("slo_ttft and slo_itl need placement = predicted: the others predict nothing")]
+    #[error("reject_ttft and reject_itl need placement = predicted: the others predict nothing")]
     SloNeedsPrediction,
     /// No body of the allowed size would fit the memory for bodies.
     #[error("body_memory is {memory} and body_limit is {limit}; body_memory must be at least as large")]

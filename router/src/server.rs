@@ -241,7 +241,7 @@ impl Bound {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
             patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
-            slo: Slo { first_token: config.slo_ttft, token: config.slo_itl },
+            slo: Slo { first_token: config.reject_ttft, token: config.reject_itl },
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
             body_memory: config.body_memory,

@@ -142,7 +142,7 @@ fn queues(tokens: u64) -> Vec<Event> {
 /// What is predicted to come too late is refused before any worker is asked, and the error says why.
 #[tokio::test]
 async fn what_would_miss_its_slo_is_refused_and_says_why() {
-    let settings = RouterConfig { slo_ttft: Some(Duration::from_secs(2)), local_prompt: 0, ..predicted() };
+    let settings = RouterConfig { reject_ttft: Some(Duration::from_secs(2)), local_prompt: 0, ..predicted() };
     let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
     let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([queues(9000)])).await;
     let decode = cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
@@ -166,7 +166,7 @@ async fn what_would_miss_its_slo_is_refused_and_says_why() {
     assert_eq!(error["error"]["code"], "slo_missed");
     let message = error["error"]["message"].as_str().unwrap();
     for word in
-        ["first token is predicted after", "must come within 2.0 s (slo_ttft)", "retry in", "add prefill workers"]
+        ["first token is predicted after", "must come within 2.0 s (reject_ttft)", "retry in", "add prefill workers"]
     {
         assert!(message.contains(word), "{message}");
     }

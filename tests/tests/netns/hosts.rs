@@ -167,6 +167,9 @@ pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
         "10.77.0.1:8002",
         "--admin",
         "10.77.0.1:9000",
+        // Short prompts are handed over, too.
+        "--local-prompt",
+        "0",
     ];
     let start = |hosts: &mut Hosts, role: &'static str, args: &[&str]| {
         let tls = tls(role);

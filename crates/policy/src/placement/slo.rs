@@ -65,7 +65,7 @@ impl Missed {
         let mut text = String::new();
         if let Some(limit) = self.first_token {
             text = format!(
-                "the first token is predicted after {} and must come within {} (slo_ttft): {} until the prompts before it are computed, {} for \
+                "the first token is predicted after {} and must come within {} (reject_ttft): {} until the prompts before it are computed, {} for \
                  its own, {} until there are KV blocks",
                 say(self.terms.first_token),
                 say(limit.as_secs_f64()),
@@ -77,7 +77,7 @@ impl Missed {
         if let Some(limit) = self.token {
             let and = if text.is_empty() { "" } else { "; " };
             text += &format!(
-                "{and}tokens are predicted {} apart and must be {} apart at most (slo_itl), with the answers beside it",
+                "{and}tokens are predicted {} apart and must be {} apart at most (reject_itl), with the answers beside it",
                 say(token),
                 say(limit.as_secs_f64())
             );
@@ -126,14 +126,14 @@ mod tests {
         let late = missed(Some(5000), Some(50), TERMS).unwrap();
         assert_eq!(
             late.to_string(),
-            "the first token is predicted after 7.3 s and must come within 5.0 s (slo_ttft): 6.1 s until the prompts before it are \
+            "the first token is predicted after 7.3 s and must come within 5.0 s (reject_ttft): 6.1 s until the prompts before it are \
              computed, 1.2 s for its own, 0 ms until there are KV blocks; retry in 3 s, or add prefill workers"
         );
         assert!((late.by() - 1.46).abs() < 1e-9);
         let slow = missed(Some(8000), Some(40), TERMS).unwrap();
         assert_eq!(
             slow.to_string(),
-            "tokens are predicted 50 ms apart and must be 40 ms apart at most (slo_itl), with the answers beside it; retry in 2 s, or \
+            "tokens are predicted 50 ms apart and must be 40 ms apart at most (reject_itl), with the answers beside it; retry in 2 s, or \
              add decode workers"
         );
         let full = missed(Some(5000), None, Terms { room: 20.0, first_token: 27.3, ..TERMS }).unwrap();
