@@ -150,9 +150,12 @@ impl From<baton_types::SamplingError> for RequestError {
 impl From<Failure> for RequestError {
     fn from(failure: Failure) -> RequestError {
         let error = RequestError::new(failure.kind, failure.message);
-        match failure.retry_after {
-            Some(after) => RequestError { retry_after: Some(after), ..error }.code("slo_missed"),
-            None => error,
+        match failure.kind {
+            // Of a placement alone: workers that are full say so without a time.
+            ErrorKind::ResourceExhausted if failure.late => {
+                RequestError { retry_after: failure.retry_after, ..error }.code("slo_missed")
+            }
+            _ => error,
         }
     }
 }

@@ -53,6 +53,7 @@ async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChanne
                 if read(workers, worker, events.into_inner()).await.is_none() {
                     return;
                 }
+                workers.upgrade().iter().for_each(|workers| workers.untold(worker));
                 // What ends soon after it began would do so again and again.
                 if begun.elapsed() > LONGEST_WAIT {
                     wait = FIRST_WAIT;

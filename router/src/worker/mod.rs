@@ -297,6 +297,11 @@ impl Workers {
         self.fleet().note(placed, names, answer, Instant::now().into_std());
     }
 
+    /// Nothing is heard of a worker any more.
+    fn untold(&self, worker: WorkerId) {
+        self.fleet().untold(worker);
+    }
+
     /// A worker says what it had to do so long ago.
     fn told(&self, worker: WorkerId, backlog: Backlog, routers: u32, age: Duration) {
         let now = Instant::now().into_std();

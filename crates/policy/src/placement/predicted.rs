@@ -13,6 +13,7 @@
 use std::time::Duration;
 
 use baton_latency::{Backlog, StepCost, StepWork};
+use baton_membership::Role;
 use baton_types::WorkerId;
 
 use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
@@ -30,8 +31,9 @@ const BEHIND: f64 = 4.0;
 const MOST_BEHIND: f64 = 16.0;
 /// Workers whose times differ by less than this ratio are taken for equal.
 const LIKE: f64 = 1.25;
-/// What the handoff of a token takes, as a share of computing it.
-const HANDOFF: f64 = 0.1;
+/// What a handoff costs, as a share of computing what it hands over: the time on the way, the digests, and blocks of KV that are elsewhere
+/// already.
+const HANDOFF: f64 = 1.0;
 /// The longest wait for blocks, in seconds: nothing says when any will be free.
 const FULL: f64 = 600.0;
 /// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
@@ -63,21 +65,24 @@ impl Placement for Predicted {
         let soon = Soon::of(&prefills);
         let decodes = eligible.decode()?.into_iter().map(outlook);
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
-        decodes.sort_by(|(a, _), (b, _)| a.sum().total_cmp(&b.sum()));
+        let turn = |decode: &Outlook| self.mix(Placed { decode: decode.worker.id, prefill: None });
+        decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, turn(decode)));
         let mut options = Vec::new();
         for (at, (answer, decode)) in decodes.iter().enumerate() {
             let short = request.decode.is_none() && decode.missing(request) <= self.local;
-            if at >= DECODES && !short {
+            if at >= DECODES && !short && !prefills.is_empty() {
                 continue;
             }
             let mut pairs = prefills.iter().filter(|prefill| eligible.pair(prefill.worker, decode.worker)).peekable();
             if pairs.peek().is_none() || short {
                 let placed = Placed { decode: decode.worker.id, prefill: None };
-                options.push((decode.alone(answer, &soon, request), placed, decode.worker.in_flight));
+                let rank = (decode.missing(request), decode.worker.in_flight);
+                options.push((decode.alone(answer, &soon, request), placed, rank));
             }
             for prefill in pairs.filter(|_| at < DECODES) {
                 let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.worker.id) };
-                options.push((prefill.split(answer, &soon), placed, prefill.worker.in_flight));
+                let missing = decode.missing(request).saturating_add(prefill.missing(request));
+                options.push((prefill.split(answer, &soon), placed, (missing, prefill.worker.in_flight)));
             }
         }
         for (terms, ..) in &mut options {
@@ -92,15 +97,15 @@ impl Placement for Predicted {
 }
 
 impl Predicted {
-    /// The option with the least sum, of those that meet the SLO. Of options that are alike, the one whose worker has fewer requests of this
-    /// router, then each in turn.
+    /// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt,
+    /// then the one whose worker has fewer requests of this router, then each in turn.
     fn least(
         &self,
-        options: Vec<(Terms, Placed, u32)>,
+        options: Vec<(Terms, Placed, Rank)>,
         request: &PlacementInput<'_>,
     ) -> Result<Chosen, PlacementError> {
-        let sum = |(terms, ..): &(Terms, Placed, u32)| terms.sum();
-        let meets = |(terms, ..): &&(Terms, Placed, u32)| request.slo.missed(terms).is_none();
+        let sum = |(terms, ..): &(Terms, Placed, Rank)| terms.sum();
+        let meets = |(terms, ..): &&(Terms, Placed, Rank)| request.slo.missed(terms).is_none();
         let Some(most) = options.iter().filter(meets).map(sum).min_by(f64::total_cmp) else {
             let missed = options.iter().filter_map(|(terms, ..)| request.slo.missed(terms));
             let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
@@ -108,7 +113,7 @@ impl Predicted {
             let none = PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 };
             return Err(least.map_or(none, PlacementError::Late));
         };
-        let rank = |(_, placed, in_flight): &&(Terms, Placed, u32)| (*in_flight, self.mix(*placed));
+        let rank = |(_, placed, rank): &&(Terms, Placed, Rank)| (*rank, self.mix(*placed));
         let alike = options.iter().filter(meets).filter(|option| sum(option) <= most + ALIKE);
         let (terms, placed, _) = *alike.min_by_key(rank).unwrap_or(&options[0]);
         let others = options.iter().filter(|(_, other, _)| *other != placed);
@@ -123,6 +128,9 @@ impl Predicted {
         (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
     }
 }
+
+/// Which of two options that are alike is better: tokens of the prompt that the workers lack, and requests of this router.
+type Rank = (u32, u32);
 
 /// What is known of a worker for a request.
 struct Outlook<'a> {
@@ -161,7 +169,7 @@ impl<'a> Outlook<'a> {
         let beside = self.load.answers(soon.begins, lasts);
         let step = cost.step(&beside.with_row(context)).as_secs_f64();
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
-        let handoff = HANDOFF * cost.token * f64::from(self.missing(request));
+        let handoff = HANDOFF * self.computes;
         let room = self.waits_for_blocks(step, request);
         Terms { room, step, handoff, answer: step * expected, others, ..Terms::default() }
     }
@@ -174,7 +182,7 @@ impl<'a> Outlook<'a> {
         if lacks <= 0 {
             return 0.0;
         }
-        let held = (self.load.work.context + self.load.coming.context) as f64 / f64::from(size);
+        let held = self.load.work.context.saturating_add(self.load.coming.context) as f64 / f64::from(size);
         let seconds = step * f64::from(request.answer.max(1));
         if held > 0.0 { (lacks as f64 * seconds / held).min(FULL) } else { FULL }
     }
@@ -222,7 +230,8 @@ impl Soon {
 /// Leading blocks of the prompt that a worker holds, by its own word, or because they were sent there just now.
 fn held(worker: WorkerId, request: &PlacementInput<'_>) -> u32 {
     let told = request.held.by.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks);
-    let there = |to: Placed| to.decode == worker || to.prefill == Some(worker);
+    // A decode worker that waits for KV cannot compute with it yet.
+    let there = |to: Placed| to.prefill.unwrap_or(to.decode) == worker;
     let sent = request.sent.filter(|sent| sent.age <= ON_ITS_WAY && there(sent.to));
     told.max(sent.map_or(0, |sent| sent.blocks))
 }
@@ -230,7 +239,15 @@ fn held(worker: WorkerId, request: &PlacementInput<'_>) -> u32 {
 /// The load of a worker that says nothing of it: that its requests are like this one.
 fn unknown(worker: &Candidate<'_>, request: &PlacementInput<'_>) -> Backlog {
     let (requests, tokens) = (u64::from(worker.in_flight), u64::from(request.tokens));
-    let work = StepWork { rows: requests, context: requests * tokens, ..StepWork::default() };
+    let prompt = StepWork::default().with_prompt(0, tokens);
+    let work = match worker.role {
+        Role::Prefill => StepWork {
+            tokens: requests * prompt.tokens,
+            pairs: requests.saturating_mul(prompt.pairs),
+            ..StepWork::default()
+        },
+        _ => StepWork { rows: requests, context: requests * tokens, ..StepWork::default() },
+    };
     Backlog { work, room: i64::MAX, step_tokens: 512, ..Backlog::default() }
 }
 

@@ -48,7 +48,9 @@ pub struct Failure {
     pub message: String,
     /// What the failure says about the worker.
     pub worker: Condition,
-    /// When the same request would be taken; `None`: nothing says.
+    /// It would miss its SLO.
+    pub late: bool,
+    /// With `late`: when the same request would be taken; `None`: never, it takes too long by itself.
     pub retry_after: Option<Duration>,
 }
 
@@ -67,7 +69,7 @@ pub enum Condition {
 impl Failure {
     /// A failure of this kind, of a worker that may recover.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), worker: Condition::Usable, retry_after: None }
+        Failure { kind, message: message.into(), worker: Condition::Usable, late: false, retry_after: None }
     }
 
     /// The failure of a worker that does not respond ([`Condition::Silent`]).

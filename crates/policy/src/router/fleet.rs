@@ -251,6 +251,7 @@ impl Fleet {
             }
         }
         let mut chosen = chosen.map_err(|error| Failure {
+            late: matches!(error, PlacementError::Late(_)),
             retry_after: error.retry_after(),
             ..Failure::new(error.kind(), error.to_string())
         })?;
@@ -321,6 +322,13 @@ impl Fleet {
     /// Median relative errors lately of the predicted times to the first token, and from token to token.
     pub fn errors(&self) -> (Option<f64>, Option<f64>) {
         (self.calibrations.0.error(), self.calibrations.1.error())
+    }
+
+    /// Nothing is heard of a worker any more: what it said is of no use.
+    pub fn untold(&mut self, worker: WorkerId) {
+        if let Some(worker) = self.workers.get_mut(&worker) {
+            worker.load = Load::default();
+        }
     }
 
     /// A worker says what it had to do at that time, and how many routers hear it.
@@ -498,7 +506,8 @@ fn candidates<'a>(
 ) -> Vec<Candidate<'a>> {
     let candidate = |m: &'a Member| {
         let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
-        let (draining, in_flight, load) = (m.draining || worker.draining, worker.in_flight(), worker.load.now(now));
+        let (draining, in_flight, load) =
+            (m.draining || worker.draining, worker.in_flight(), worker.load.now(worker.in_flight(), now));
         Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight, load })
     };
     members.filter(|m| works(m)).filter_map(candidate).collect()

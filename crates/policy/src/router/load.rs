@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_latency::{Backlog, StepWork};
+use baton_latency::{Backlog, Coming, StepWork};
 
 /// For so long after a request's stream was opened, the worker may not have taken it in.
 const UNTOLD: Duration = Duration::from_millis(2);
@@ -72,8 +72,12 @@ impl Load {
 
     /// What the worker has to do now; `None`: it never said. Other routers see the same and choose alike, so each is taken to have sent as much
     /// here as this one did. What was queued when the worker spoke, it has worked on since.
-    pub fn now(&self, now: Instant) -> Option<Backlog> {
-        let (told, at) = self.told?;
+    /// `in_flight`: requests of this router here. Where no other router is, there are no more.
+    pub fn now(&self, in_flight: u32, now: Instant) -> Option<Backlog> {
+        let (mut told, at) = self.told?;
+        if self.routers <= 1 && in_flight == 0 {
+            (told.work, told.coming) = (StepWork::default(), Coming::default());
+        }
         let routers = u64::from(self.routers.max(1));
         let add = |backlog: Backlog, sent: &Sent| {
             let StepWork { tokens, pairs, rows, context } = sent.work;
@@ -100,7 +104,7 @@ mod tests {
     use super::*;
 
     fn rows(load: &Load) -> Option<(u64, i64)> {
-        load.now(Instant::now()).map(|backlog| (backlog.coming.rows, backlog.room))
+        load.now(1, Instant::now()).map(|backlog| (backlog.coming.rows, backlog.room))
     }
 
     #[test]
@@ -139,7 +143,7 @@ mod tests {
         let (mut load, begun) = (Load::default(), Instant::now());
         let cost = StepCost { token: 1e-3, ..StepCost::default() };
         let at = |ms: u64| begun + Duration::from_millis(ms);
-        let tokens = |load: &Load, ms| load.now(at(ms)).unwrap().work.tokens;
+        let tokens = |load: &Load, ms| load.now(1, at(ms)).unwrap().work.tokens;
         let work = StepWork { tokens: 100, ..StepWork::default() };
         load.told(Backlog { work, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
         assert_eq!((tokens(&load, 0), tokens(&load, 25), tokens(&load, 200)), (100, 75, 0));
@@ -148,6 +152,11 @@ mod tests {
         assert_eq!(tokens(&load, 320), 100, "its stream is not open yet");
         load.opened(1, at(320));
         assert_eq!(tokens(&load, 340), 80);
+        load.begun(1);
+        load.told(Backlog { work, cost, ..Backlog::default() }, 1, at(400));
+        assert_eq!(load.now(0, at(400)).unwrap().work.tokens, 0, "all of it has ended");
+        load.told(Backlog { work, cost, ..Backlog::default() }, 2, at(400));
+        assert_eq!(load.now(0, at(400)).unwrap().work.tokens, 100, "it may be another router's");
     }
 
     /// I5.
