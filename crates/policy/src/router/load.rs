@@ -15,7 +15,7 @@ const MOST: usize = 1024;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Load {
     told: Option<(Backlog, Instant)>,
-    /// Routers that place requests here, this one included; 0 or 1: only this one.
+    /// Routers that place requests here, this one included; 0: not known.
     routers: u32,
     sent: Vec<Sent>,
 }
@@ -72,10 +72,10 @@ impl Load {
 
     /// What the worker has to do now; `None`: it never said. Other routers see the same and choose alike, so each is taken to have sent as much
     /// here as this one did. What was queued when the worker spoke, it has worked on since.
-    /// `in_flight`: requests of this router here. Where no other router is, there are no more.
+    /// `in_flight`: requests of this router here. Where it is the only router, there are no more.
     pub fn now(&self, in_flight: u32, now: Instant) -> Option<Backlog> {
         let (mut told, at) = self.told?;
-        if self.routers <= 1 && in_flight == 0 {
+        if self.routers == 1 && in_flight == 0 {
             (told.work, told.coming) = (StepWork::default(), Coming::default());
         }
         let routers = u64::from(self.routers.max(1));
