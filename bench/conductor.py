@@ -94,6 +94,8 @@ def predict(options):
         routes = {"split": 0, "local": 0}
         for at in range(options.requests, 2 * options.requests):
             told = cluster.explain(f"r{at}")
+            if "rejected" in told:
+                raise RuntimeError(told["rejected"])
             routes["split" if told["prefill"] else "local"] += 1
             for field in errors:
                 measured = told["measured"][field]
@@ -131,7 +133,7 @@ def hits(options):
         names = told["hash_ids"][: max(told["input_length"] // (SCALE * BLOCK), 1)]
         requests.append((told["timestamp"], max(told["output_length"] // SCALE, 1), names))
     cluster = Cluster(options.model, 2, 2, "--kv-memory", options.kv_memory)
-    lock, next_one, found, computed = threading.Lock(), iter(enumerate(requests)), [0], [0]
+    lock, next_one, found, computed, failed = threading.Lock(), iter(enumerate(requests)), [0], [0], []
 
     def client():
         while True:
@@ -141,7 +143,11 @@ def hits(options):
                 return
             _, output, names = request
             prompt = [1 + hash((name, place)) % 20000 for name in names for place in range(BLOCK)]
-            cached = cluster.ask(prompt, output, f"r{at}")
+            try:
+                cached = cluster.ask(prompt, output, f"r{at}")
+            except (OSError, RuntimeError) as error:
+                failed.append(error)
+                return
             with lock:
                 found[0] += cached
                 computed[0] += len(prompt)
@@ -154,6 +160,8 @@ def hits(options):
             thread.join()
     finally:
         cluster.stop()
+    if failed:
+        raise failed[0]
     best = oracle(requests)
     print(f"{options.model}, {len(requests)} requests by {options.clients} clients: {computed[0]} prompt tokens, {found[0]} found cached, "
           f"{best} by an oracle: {found[0] / best:.3f} of them")
@@ -169,6 +177,8 @@ def main():
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--kv-memory", default="2GiB")
     options = parser.parse_args()
+    if options.what == "hits" and not options.trace:
+        parser.error("hits needs --trace")
     predict(options) if options.what == "predict" else hits(options)
 
 

@@ -6,9 +6,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use baton_policy::{Chosen, Failure, Placed, Terms, Why};
 use baton_types::RequestId;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 /// Placements that are remembered (I5).
 const MOST: usize = 4096;
+/// Most that are told of one request: a header must not grow without bound.
+const TOLD: usize = 8;
 
 /// The latest placements.
 #[derive(Debug, Default)]
@@ -24,6 +27,7 @@ struct Recent {
 #[derive(Debug)]
 struct Placement {
     request: RequestId,
+    at: Instant,
     /// Where it runs and why there, or why it does not.
     outcome: Result<Chosen, String>,
     /// Seconds to the first token, and from one token to the next.
@@ -43,7 +47,12 @@ impl Explanations {
             recent.placements.pop_front();
             recent.first += 1;
         }
-        recent.placements.push_back(Placement { request: request.clone(), outcome, measured: (None, None) });
+        recent.placements.push_back(Placement {
+            request: request.clone(),
+            at: Instant::now(),
+            outcome,
+            measured: (None, None),
+        });
         recent.first + recent.placements.len() as u64 - 1
     }
 
@@ -57,14 +66,14 @@ impl Explanations {
         }
     }
 
-    /// The placements of a request, the first one first; none when it is not known, or not any more.
-    pub fn of(&self, request: &str) -> Vec<Value> {
-        self.recent()
-            .placements
-            .iter()
-            .filter(|placement| placement.request.0 == request)
-            .map(Placement::json)
-            .collect()
+    /// The placements of a request since then, the latest [`TOLD`], the first one first; none when it is not known, or not any more.
+    pub fn of(&self, request: &str, since: Option<Instant>) -> Vec<Value> {
+        let recent = self.recent();
+        let of =
+            |placement: &&Placement| placement.request.0 == request && since.is_none_or(|since| placement.at >= since);
+        let mut told: Vec<Value> = recent.placements.iter().rev().filter(of).take(TOLD).map(Placement::json).collect();
+        told.reverse();
+        told
     }
 }
 
@@ -134,12 +143,17 @@ mod tests {
         explanations.measured(number, Some(0.25), None);
         explanations.measured(number, None, Some(0.0123456789));
         explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")));
-        let told = explanations.of("r");
+        let told = explanations.of("r", None);
         assert_eq!((told.len(), &told[1]), (2, &json!({"rejected": "too late"})));
         assert_eq!(told[0]["decode"], WorkerId(7).to_string());
         assert_eq!((&told[0]["predicted"]["queue_s"], &told[0]["options"]), (&json!(0.5), &json!(3)));
         assert_eq!(told[0]["measured"], json!({"first_token_s": 0.25, "token_s": 0.012346}));
-        assert!(explanations.of("s").is_empty());
+        assert!(explanations.of("s", None).is_empty());
+        assert!(explanations.of("r", Some(Instant::now())).is_empty(), "of an earlier request with this id");
+        for _ in 0..2 * TOLD {
+            explanations.placed(&request, &Ok(chosen(7)));
+        }
+        assert_eq!(explanations.of("r", None).len(), TOLD);
     }
 
     /// I5.
@@ -148,10 +162,10 @@ mod tests {
         let explanations = Explanations::default();
         let of = |at: usize| RequestId(at.to_string());
         let numbers: Vec<u64> = (0..MOST + 5).map(|at| explanations.placed(&of(at), &Ok(chosen(1)))).collect();
-        assert!(explanations.of("4").is_empty() && !explanations.of("5").is_empty());
+        assert!(explanations.of("4", None).is_empty() && !explanations.of("5", None).is_empty());
         explanations.measured(numbers[4], Some(1.0), None);
         explanations.measured(numbers[MOST + 4], Some(2.0), None);
-        assert_eq!(explanations.of(&(MOST + 4).to_string())[0]["measured"]["first_token_s"], 2.0);
+        assert_eq!(explanations.of(&(MOST + 4).to_string(), None)[0]["measured"]["first_token_s"], 2.0);
         assert_eq!(explanations.recent().placements.len(), MOST);
     }
 }

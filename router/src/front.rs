@@ -212,7 +212,8 @@ impl Front {
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
-        let mut choice = 0;
+        // Of a request, the first choice decides: the others share what is computed for it.
+        let (mut choice, mut slo) = (0, self.slo);
         let block_size = workers.block_size();
         for plan in planned {
             let names: Arc<[BlockName]> = Prefixes::names(&standing.cache_salt, block_size, &[], &plan.prompt).into();
@@ -236,8 +237,8 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts, patience, slo) =
-                    (Arc::clone(&names), self.max_attempts, self.patience, self.slo);
+                let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
+                let slo = std::mem::take(&mut slo);
                 let job = Job {
                     request_id,
                     prompt,

@@ -92,7 +92,8 @@ async fn serve(front: Arc<Front>, request: Request, endpoint: Endpoint) -> Respo
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
-    if let Some(placements) = traced.map(|front| front.models.explain(&id)).filter(|placements| !placements.is_empty())
+    if let Some(placements) =
+        traced.map(|front| front.models.explain(&id, Some(received))).filter(|placements| !placements.is_empty())
         && let Ok(value) = HeaderValue::try_from(serde_json::Value::from(placements).to_string())
     {
         response.headers_mut().insert(PLACEMENT, value);

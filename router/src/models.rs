@@ -6,6 +6,7 @@ use baton_cluster::View;
 use baton_runtime::Tls;
 use baton_types::{ErrorKind, SamplingParams};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use crate::config::RouterConfig;
 use crate::error::{RequestError, RouterError};
@@ -128,8 +129,8 @@ impl Models {
     }
 
     /// Why a request was placed where it was, once for each placement; nothing if it is not known, or not any more.
-    pub fn explain(&self, request: &str) -> Vec<Value> {
-        self.all().flat_map(|served| served.workers.explain(request)).collect()
+    pub fn explain(&self, request: &str, since: Option<Instant>) -> Vec<Value> {
+        self.all().flat_map(|served| served.workers.explain(request, since)).collect()
     }
 
     /// The view as JSON, for people and `baton status`.

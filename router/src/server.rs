@@ -174,7 +174,7 @@ fn cluster_page(models: Arc<OnceLock<Arc<Models>>>) -> axum::Router {
         move || async move { known.get().map_or_else(starting, |models| Json(models.describe()).into_response()) };
     let explain = move |Path(id): Path<String>| async move {
         let Some(models) = models.get() else { return starting() };
-        match models.explain(&id) {
+        match models.explain(&id, None) {
             placements if placements.is_empty() => {
                 let unknown = format!("no placement of request {id:?} is known here: the latest are, of this router\n");
                 (StatusCode::NOT_FOUND, unknown).into_response()

@@ -285,7 +285,9 @@ impl Engine {
     /// Tokens of each sequence that gives tokens of its answer here.
     pub fn answers(&self) -> impl Iterator<Item = u32> {
         let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
-        running.filter(|s| s.doomed.is_none() && s.start != Start::ComputeAndHold).map(Sequence::len)
+        let answers =
+            |s: &&Sequence| s.doomed.is_none() && s.start != Start::ComputeAndHold && s.to_compute().is_none();
+        running.filter(answers).map(Sequence::len)
     }
 
     /// Tokens of each sequence that waits for its KV, or for blocks for it.

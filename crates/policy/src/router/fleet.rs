@@ -245,9 +245,11 @@ impl Fleet {
                 None => candidates(view.members.iter(), workers, now, which),
             };
             chosen = placement.place(&found, &input);
-            // Workers that are lost, or do worse than others, are no faster.
-            if matches!(chosen, Ok(_) | Err(PlacementError::Late(_))) {
-                break;
+            match chosen {
+                Ok(_) => break,
+                // Workers that are lost, or do worse than others, are no faster. But those that were looked at may not be the fastest.
+                Err(PlacementError::Late(_)) if members.is_none() => break,
+                Err(_) => {}
             }
         }
         let mut chosen = chosen.map_err(|error| Failure {
@@ -262,8 +264,9 @@ impl Fleet {
             outliers.placed(Subject::Worker(prefill), now);
             outliers.placed(Subject::Pair { prefill, decode }, now);
         }
+        let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, |worker| input.cached(worker)));
         prefixes.note(&ask.names, chosen.placed, now);
-        self.count(ask, chosen.placed, &held, answer, now);
+        self.count(ask, chosen.placed, cached, answer, now);
         Ok(chosen)
     }
 
@@ -286,20 +289,17 @@ impl Fleet {
         Some(some)
     }
 
-    /// Counts a request that was placed in the loads of its workers.
-    fn count(&mut self, ask: &Ask, placed: Placed, held: &Held<'_>, answer: u32, now: Instant) {
-        let (size, number) = (self.block_size(), self.placements);
-        let there = |id| held.by.iter().find(|holder| holder.worker == id).map_or(0, |holder| holder.blocks);
-        let prompt = |id| {
-            let cached = there(id).saturating_mul(size).min(ask.tokens.saturating_sub(1));
-            StepWork::default().with_prompt(cached.into(), ask.tokens.into())
-        };
-        if let Some((id, worker)) = placed.prefill.and_then(|id| Some((id, self.workers.get_mut(&id)?))) {
-            worker.load.sent(number, prompt(id), 0, now);
+    /// Counts a request that was placed in the loads of its workers. `cached`: tokens that its decode and its prefill worker need not compute.
+    fn count(&mut self, ask: &Ask, placed: Placed, cached: [u32; 2], answer: u32, now: Instant) {
+        let (size, number) = (self.block_size().max(1), self.placements);
+        let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
+        let [at_decode, at_prefill] = cached;
+        if let Some(worker) = placed.prefill.and_then(|id| self.workers.get_mut(&id)) {
+            worker.load.sent(number, prompt(at_prefill), 0, now);
         }
         if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
-            let own = if placed.prefill.is_none() { prompt(placed.decode) } else { StepWork::default() };
-            let blocks = ask.tokens.saturating_add(answer).div_ceil(size.max(1)).saturating_sub(there(placed.decode));
+            let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
+            let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
             worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
         }
     }
