@@ -1,0 +1,52 @@
+//! Whole clusters serve a workload, placed in different ways.
+
+use std::time::Duration;
+
+use baton_policy::Slo;
+use baton_simulator::serving::{Hardware, Outcome, Policy, Prompt, Setup, serve};
+
+const NO_SLO: Slo = Slo { first_token: None, token: None };
+
+/// Conversations of six turns, which begin `every` so many ms. Each turn adds 512 tokens.
+fn conversations(count: u64, every: u64) -> Vec<Prompt> {
+    let turn = |conversation: u64, turn: u64| Prompt {
+        at: 1000 * (every * conversation + 700 * turn),
+        input: 512 * (turn as u32 + 1),
+        output: 10,
+        names: (0..=turn).map(|at| 100 * conversation + at).collect(),
+    };
+    let mut all: Vec<Prompt> =
+        (0..count).flat_map(|conversation| (0..6).map(move |at| turn(conversation, at))).collect();
+    all.sort_by_key(|prompt| prompt.at);
+    all
+}
+
+/// On devices twenty times slower at arithmetic, so that little is much.
+fn served(policy: Policy, routers: usize, slo: Slo, prompts: &[Prompt]) -> Outcome {
+    let fast = Hardware::LLAMA_8B_ON_H200;
+    let hardware = Hardware { blocks: 1500, flops: fast.flops / 20.0, ..fast };
+    serve(&Setup { hardware, prefills: 2, decodes: 2, routers, policy, local: 0, slo }, prompts)
+}
+
+#[test]
+fn predicted_placement_finds_what_is_cached_and_answers_sooner() {
+    let prompts = conversations(24, 900);
+    let turns = served(Policy::RoundRobin, 1, NO_SLO, &prompts);
+    for routers in [1, 3] {
+        let predicted = served(Policy::Predicted, routers, NO_SLO, &prompts);
+        assert_eq!((predicted.served.len(), turns.served.len()), (prompts.len(), prompts.len()));
+        let (ours, theirs) = (predicted.ttft().mean, turns.ttft().mean);
+        assert!(ours < 0.8 * theirs, "{routers} routers: {ours} s to the first token; in turn {theirs} s");
+        assert!(predicted.hits() > turns.hits() + 0.1, "{} {}", predicted.hits(), turns.hits());
+    }
+}
+
+#[test]
+fn what_would_come_too_late_is_rejected_and_the_others_come_in_time() {
+    let prompts = conversations(24, 300);
+    let limit = Slo { first_token: Some(Duration::from_secs(1)), token: None };
+    let (all, some) = (served(Policy::Predicted, 1, NO_SLO, &prompts), served(Policy::Predicted, 1, limit, &prompts));
+    assert_eq!((some.served.len() + some.rejected, all.rejected), (prompts.len(), 0));
+    let (late, rejecting) = (all.attainment(1.0, 9.0), some.attainment(1.0, 9.0));
+    assert!(some.rejected > 0 && rejecting > late, "{rejecting} in time and {} rejected; {late} of all", some.rejected);
+}
