@@ -322,3 +322,28 @@ fn no_load_is_too_much_to_place_a_request() {
     view.iter_mut().for_each(|worker| worker.load = load);
     policy.place(&view, &LONG).unwrap();
 }
+
+/// While KV is on its way to a decode worker, that worker cannot compute with it.
+#[test]
+fn a_decode_worker_that_waits_for_kv_is_not_taken_for_one_that_holds_it() {
+    let (mut policy, mut view) = (Predicted::new(256), loaded());
+    view[..2].iter_mut().for_each(|prefill| prefill.load = queue(4000));
+    let to = Placed { decode: WorkerId(12), prefill: Some(WorkerId(1)) };
+    let ask = PlacementInput { sent: Some(Sent { to, blocks: 249, age: Duration::from_secs(1) }), ..LONG };
+    for _ in 0..8 {
+        assert_eq!(ids(policy.place(&view, &ask).unwrap()).1, Some(1), "it is computed there already");
+    }
+    let alone = Some(Sent { to: Placed { prefill: None, ..to }, blocks: 249, age: Duration::from_secs(1) });
+    assert_eq!(ids(policy.place(&view, &PlacementInput { sent: alone, ..LONG }).unwrap()), (12, None));
+}
+
+/// Pairs are looked for among all decode workers, not among the four best ones whatever their layout.
+#[test]
+fn decode_workers_without_a_peer_do_not_hide_those_that_have_one() {
+    let mut view: Vec<_> = (21..26).map(|id| Candidate { layout: 9, ..worker(id, Role::Decode) }).collect();
+    view.extend([worker(1, Role::Prefill), worker(11, Role::Decode)]);
+    view.iter_mut().for_each(|worker| worker.load = load(StepWork::default()));
+    view[6].load = rows(2);
+    let chosen = Predicted::new(0).place(&view, &LONG).unwrap();
+    assert_eq!(chosen.why.unwrap().considered, 6, "five alone, and the pair");
+}
