@@ -24,86 +24,76 @@ import subprocess
 import threading
 import time
 
+from cluster import Cluster
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCALE = 32
 BLOCK = 16
 
 
-class Cluster:
-    def __init__(self, model, prefill, decode, *flags):
-        command = [ROOT / "target/release/baton", "up", "--model", model, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
-        command += ["--internal", "127.0.0.1:0", "--threads", "1", "--prefill", str(prefill), "--decode", str(decode), *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        for line in self.process.stdout:
-            if " http://" in line and "admin" in line:
-                self.port = int(line.split(" http://127.0.0.1:")[1].split()[0])
-                self.admin = int(line.split("admin http://127.0.0.1:")[1].split()[0])
-            if "Ctrl-C" in line:
-                break
+def start(model, prefill, decode, *flags):
+    flags = ["--threads", "1", "--prefill", str(prefill), "--decode", str(decode), *flags]
+    return Cluster(ROOT / "target/release/baton", model, flags)
 
-    def pin(self):
-        """Each worker to a core of its own; all else stays where it is."""
-        children = subprocess.run(["pgrep", "-P", str(self.process.pid), "-a"], capture_output=True, text=True).stdout
-        workers = [int(line.split()[0]) for line in children.splitlines() if " prefill" in line or " decode" in line]
-        for core, worker in enumerate(workers):
-            for task in os.listdir(f"/proc/{worker}/task"):
-                os.sched_setaffinity(int(task), {core % os.cpu_count()})
-        assert workers, children
 
-    def ask(self, prompt, tokens, name):
-        body = {"model": "", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"x-request-id": name})
-        answer = connection.getresponse()
-        told = json.loads(answer.read())
-        connection.close()
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status}: {told}")
-        return told["usage"]["prompt_tokens_details"]["cached_tokens"]
+def pin(cluster):
+    """Each worker to a core of its own; all else stays where it is."""
+    children = subprocess.run(["pgrep", "-P", str(cluster.process.pid), "-a"], capture_output=True, text=True).stdout
+    workers = [int(line.split()[0]) for line in children.splitlines() if " prefill" in line or " decode" in line]
+    for core, worker in enumerate(workers):
+        for task in os.listdir(f"/proc/{worker}/task"):
+            os.sched_setaffinity(int(task), {core % os.cpu_count()})
+    assert workers, children
 
-    def explain(self, name):
-        connection = http.client.HTTPConnection("127.0.0.1", self.admin)
-        connection.request("GET", f"/placements/{name}")
-        return json.loads(connection.getresponse().read())[0]
 
-    def stop(self):
-        self.process.send_signal(2)
-        self.process.wait(60)
+def ask(cluster, prompt, tokens):
+    """The tokens of the prompt that were cached, and why the request was placed where it was, with what was measured."""
+    body = {"model": cluster.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"x-baton-trace": "1"})
+    answer = connection.getresponse()
+    told = json.loads(answer.read())
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {told}")
+    placements = json.loads(answer.headers["x-baton-placement"])
+    connection.close()
+    return told["usage"]["prompt_tokens_details"]["cached_tokens"], placements[0]
 
 
 def predict(options):
-    cluster = Cluster(options.model, 1, 1)
+    cluster = start(options.model, 1, 1)
     chance = random.Random(7)
     beginnings = [[chance.randrange(100, 10000) for _ in range(256)] for _ in range(4)]
+    count = 2 * options.requests
+    told = [None] * count
+
+    def client(at, prompt, tokens):
+        told[at] = ask(cluster, prompt, tokens)[1]
+
     try:
-        cluster.pin()
+        pin(cluster)
         threads = []
-        for at in range(2 * options.requests):
+        for at in range(count):
             length = chance.randint(16, 600)
             prompt = [chance.randrange(100, 10000) for _ in range(length)]
             if chance.random() < 0.3:
                 prompt = chance.choice(beginnings) + prompt[:300]
-            thread = threading.Thread(target=cluster.ask, args=(prompt, chance.randint(16, 48), f"r{at}"))
+            thread = threading.Thread(target=client, args=(at, prompt, chance.randint(16, 48)))
             thread.start()
             threads.append(thread)
             time.sleep(chance.expovariate(options.rate))
         for thread in threads:
             thread.join()
-        errors = {"first_token_s": [], "token_s": []}
-        times = {"first_token_s": [], "token_s": []}
-        routes = {"split": 0, "local": 0}
-        for at in range(options.requests, 2 * options.requests):
-            told = cluster.explain(f"r{at}")
-            if "rejected" in told:
-                raise RuntimeError(told["rejected"])
-            routes["split" if told["prefill"] else "local"] += 1
-            for field in errors:
-                measured = told["measured"][field]
-                if measured:
-                    errors[field].append(abs(told["predicted"][field] - measured) / measured)
-                    times[field].append(measured)
     finally:
-        cluster.stop()
+        cluster.close()
+    if None in told:
+        raise SystemExit(f"{told.count(None)} of {count} requests failed; the errors are above")
+    measured = told[options.requests:]
+    routes = {"split": sum(bool(one["prefill"]) for one in measured), "local": sum(not one["prefill"] for one in measured)}
+    pairs = {field: [(one["predicted"][field], one["measured"][field]) for one in measured if one["measured"][field]]
+             for field in ("first_token_s", "token_s")}
+    errors = {field: [abs(a - b) / b for a, b in pair] for field, pair in pairs.items()}
+    times = {field: [b for _, b in pair] for field, pair in pairs.items()}
     print(f"{options.model}, {options.requests} requests after {options.requests}, {options.rate} a second; {routes}")
     for field, meaning in (("first_token_s", "time to the first token"), ("token_s", "from token to token")):
         share, at = errors[field], times[field]
@@ -132,19 +122,19 @@ def hits(options):
         # Whole blocks only: a block that is partly full is found by none of the next prompts.
         names = told["hash_ids"][: max(told["input_length"] // (SCALE * BLOCK), 1)]
         requests.append((told["timestamp"], max(told["output_length"] // SCALE, 1), names))
-    cluster = Cluster(options.model, 2, 2, "--kv-memory", options.kv_memory)
-    lock, next_one, found, computed, failed = threading.Lock(), iter(enumerate(requests)), [0], [0], []
+    cluster = start(options.model, 2, 2, "--kv-memory", options.kv_memory)
+    lock, next_one, found, computed, failed = threading.Lock(), iter(requests), [0], [0], []
 
     def client():
         while True:
             with lock:
-                at, request = next(next_one, (None, None))
+                request = next(next_one, None)
             if request is None:
                 return
             _, output, names = request
             prompt = [1 + hash((name, place)) % 20000 for name in names for place in range(BLOCK)]
             try:
-                cached = cluster.ask(prompt, output, f"r{at}")
+                cached, _ = ask(cluster, prompt, output)
             except (OSError, RuntimeError) as error:
                 failed.append(error)
                 return
@@ -159,7 +149,7 @@ def hits(options):
         for thread in threads:
             thread.join()
     finally:
-        cluster.stop()
+        cluster.close()
     if failed:
         raise failed[0]
     best = oracle(requests)
