@@ -1,6 +1,6 @@
 //! HTTP/2 to one worker. A call is sent and its answer read by the task that makes it: head and message are handed to the connection together,
 //! so that they leave in one write, and no task between the two has to run. Each of those would cost a request a turn behind all that are
-//! ready to run.
+//! ready to run. What of a call's messages is not there yet follows while its answer is read.
 //!
 //! A connection is opened when it is first needed, and anew after it broke. A worker from which nothing comes, not even the answer to a ping,
 //! breaks it.
@@ -22,7 +22,7 @@ use baton_runtime::tls::{Outgoing, dial};
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared, pending, poll_fn};
 use h2::client::{Builder, Connection, SendRequest};
-use h2::{Ping, PingPong, RecvStream};
+use h2::{Ping, PingPong, RecvStream, SendStream};
 use hyper::body::Frame;
 use tokio::time::{sleep, timeout};
 
@@ -169,12 +169,18 @@ impl Peer {
         let path = head.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         let uri = Uri::builder().scheme(Scheme::HTTP).authority(self.authority.clone()).path_and_query(path);
         head.uri = uri.build()?;
-        let message = whole(body).await?;
+        let (message, rest) = begin(body).await?;
         let Open { mut requests, health } = self.ready().await?;
-        let (answer, mut rest) = requests.send_request(Request::from_parts(head, ()), false)?;
-        rest.send_data(message, true)?;
+        let (mut answer, mut up) = requests.send_request(Request::from_parts(head, ()), false)?;
+        up.send_data(message, rest.is_none())?;
+        let mut rest = rest.map(|body| Rest { body, up });
+        // A peer may begin to answer only when it has heard all.
+        let answer = poll_fn(|cx| {
+            Rest::send(&mut rest, cx);
+            answer.poll_unpin(cx)
+        });
         match answer.await {
-            Ok(answer) => Ok(answer.map(|stream| Answer { stream, health, ended: false })),
+            Ok(answer) => Ok(answer.map(|stream| Answer { stream, rest, health, ended: false })),
             Err(error) => Err(health.error(error)),
         }
     }
@@ -237,16 +243,47 @@ async fn until_silent(mut pings: PingPong, health: &Health, silence: Duration) {
     }
 }
 
-/// The one message of a call.
-async fn whole(mut body: tonic::body::Body) -> Result<Bytes, BoxError> {
+/// What is there of a call's messages, at least the first, and the body if more may follow.
+async fn begin(mut body: tonic::body::Body) -> Result<(Bytes, Option<tonic::body::Body>), BoxError> {
     let mut parts = Vec::new();
-    while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-        parts.extend(frame?.into_data().ok());
-    }
-    Ok(match &mut parts[..] {
+    let ended = loop {
+        let next = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
+            Poll::Pending if parts.is_empty() => Poll::Pending,
+            there => Poll::Ready(there),
+        });
+        match next.await {
+            Poll::Ready(Some(frame)) => parts.extend(frame?.into_data().ok()),
+            Poll::Ready(None) => break true,
+            Poll::Pending => break false,
+        }
+    };
+    let there = match &mut parts[..] {
         [only] => std::mem::take(only),
         parts => parts.concat().into(),
-    })
+    };
+    Ok((there, (!ended).then_some(body)))
+}
+
+/// Messages of a call that are not there yet. Dropped before their end, they cancel the call.
+struct Rest {
+    body: tonic::body::Body,
+    up: SendStream<Bytes>,
+}
+
+impl Rest {
+    /// Sends what has come. Whoever polls this is woken when more comes. A stream that takes nothing more says so where its answer is read.
+    fn send(rest: &mut Option<Rest>, cx: &mut Context<'_>) {
+        while let Some(Rest { body, up }) = rest {
+            let (data, last) = match Pin::new(body).poll_frame(cx) {
+                Poll::Pending => return,
+                Poll::Ready(Some(Ok(frame))) => (frame.into_data().unwrap_or_default(), false),
+                Poll::Ready(Some(Err(_)) | None) => (Bytes::new(), true),
+            };
+            if up.send_data(data, last).is_err() || last {
+                *rest = None;
+            }
+        }
+    }
 }
 
 impl tower::Service<Request<tonic::body::Body>> for Channel {
@@ -266,6 +303,7 @@ impl tower::Service<Request<tonic::body::Body>> for Channel {
 /// The body of an answer. Dropped before its end, it cancels the call.
 pub(crate) struct Answer {
     stream: RecvStream,
+    rest: Option<Rest>,
     health: Arc<Health>,
     /// Only trailers follow.
     ended: bool,
@@ -276,6 +314,7 @@ impl HttpBody for Answer {
     type Error = BoxError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        Rest::send(&mut self.rest, cx);
         if !self.ended {
             match ready!(self.stream.poll_data(cx)) {
                 Some(Ok(bytes)) => {
@@ -301,6 +340,7 @@ impl HttpBody for Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures::StreamExt;
     use std::sync::atomic::AtomicU32;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
@@ -316,6 +356,42 @@ mod tests {
 
     fn request() -> Request<tonic::body::Body> {
         Request::builder().uri("/a.Service/Call").body(tonic::body::Body::empty()).unwrap()
+    }
+
+    /// Answers a call with what it says, message by message.
+    async fn echo(listener: TcpListener) {
+        let mut server = h2::server::handshake(listener.accept().await.unwrap().0).await.unwrap();
+        while let Some(Ok((request, mut respond))) = server.accept().await {
+            tokio::spawn(async move {
+                let mut up = request.into_body();
+                let mut down = respond.send_response(Response::new(()), false).unwrap();
+                while let Some(Ok(data)) = up.data().await {
+                    down.send_data(data, false).unwrap();
+                }
+                down.send_data("end".into(), true).unwrap();
+            });
+        }
+    }
+
+    #[tokio::test]
+    async fn what_follows_later_is_sent_while_the_answer_is_read() {
+        let (listener, channel) = channel().await;
+        tokio::spawn(echo(listener));
+        let (more, follows) = tokio::sync::mpsc::unbounded_channel();
+        let body = tokio_stream::wrappers::UnboundedReceiverStream::new(follows).map(Ok::<Bytes, io::Error>);
+        more.send("first".into()).unwrap();
+        let body = tonic::body::Body::new(axum::body::Body::from_stream(body));
+        let request = Request::builder().uri("/a.Service/Call").body(body).unwrap();
+        let mut answer = Arc::clone(&channel.0).call(request).await.unwrap();
+        let said = async |answer: &mut Response<Answer>| frame(answer).await.unwrap().unwrap().into_data().unwrap();
+        assert_eq!(said(&mut answer).await, "first");
+        let (late, ()) = tokio::join!(said(&mut answer), async {
+            sleep(Duration::from_millis(20)).await;
+            more.send("late".into()).unwrap();
+        });
+        assert_eq!(late, "late");
+        drop(more);
+        assert_eq!(said(&mut answer).await, "end");
     }
 
     async fn call(channel: &Channel) -> Result<Response<Answer>, BoxError> {
