@@ -359,5 +359,6 @@ fn member(address: SocketAddr, tls: Option<&Tls>) -> Member {
         blocks: 0,
         context_tokens: 0,
         draining: false,
+        late_targets: false,
     }
 }

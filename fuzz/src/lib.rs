@@ -301,7 +301,7 @@ fn request_seeds() -> Vec<Vec<u8>> {
     let target = target([2, 1]).encode();
     let out: v1::Token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), ..TokenOut::default() }.into();
     let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), compute_here: false };
-    let prefill = v1::PrefillRequest { sequence: Some(sequence), target };
+    let prefill = v1::PrefillRequest { sequence: Some(sequence), target, target_follows: false };
     let first = v1::FirstToken { token: Some(out.clone()), finish: Some(1), cached_tokens: 4 };
     let first = v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) };
     let next = v1::DecodeEvent { event: Some(v1::decode_event::Event::Token(out)) };

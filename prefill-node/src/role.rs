@@ -9,22 +9,25 @@ use baton_roles::prefill::{Answer, Command, Effect, Target};
 use baton_roles::{Prefill, Ticket, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::{Handoff, TransferError, TransferStats, TransportKind};
-use baton_types::SeqId;
+use baton_types::{ErrorKind, SeqId};
 use baton_worker::{Accepted, Commands, Shell, Streams, count_failure};
 use metrics::{counter, histogram};
 use tokio::sync::mpsc;
 
-/// The answers to one request; at most two items.
+/// The answers to one request.
 pub(crate) type Stream = mpsc::UnboundedSender<Answer>;
 
 /// Messages from the service and the transfer threads.
 pub(crate) enum Message {
     Run {
         new: Box<NewSequence>,
-        handoff: Handoff,
+        /// `None`: it follows with [`Message::Target`].
+        handoff: Option<Handoff>,
         stream: Stream,
         accepted: Accepted<Message>,
     },
+    /// The handoff of a request that came without one, or why there is none. Sent once.
+    Target(SeqId, Result<Box<Handoff>, (ErrorKind, String)>),
     /// The request's stream was dropped.
     Cancel(SeqId),
     /// A completed handoff has ended, successfully or not. The last part is its transport, if it got one.
@@ -70,6 +73,10 @@ impl PrefillShell {
     }
 }
 
+fn target_of(handoff: &Handoff) -> Target {
+    Target { tokens: handoff.tokens(), first: handoff.first_blocks().to_vec() }
+}
+
 impl Shell for PrefillShell {
     type Role = Prefill;
     type Command = Message;
@@ -77,10 +84,20 @@ impl Shell for PrefillShell {
     fn command(&mut self, message: Message) -> Command {
         match message {
             Message::Run { new, handoff, stream, accepted } => {
-                let target = Target { tokens: handoff.tokens(), first: handoff.first_blocks().to_vec() };
+                let target = handoff.as_ref().map(target_of);
                 let ticket = self.streams.ask(stream, accepted);
-                self.opened.insert(ticket, handoff);
+                if let Some(handoff) = handoff {
+                    self.opened.insert(ticket, handoff);
+                }
                 Command::Run { ticket, new, target }
+            }
+            Message::Target(seq, handoff) => {
+                let target = handoff.map(|handoff| {
+                    let target = target_of(&handoff);
+                    self.handoffs.insert(seq, *handoff);
+                    target
+                });
+                Command::Target { seq, target }
             }
             Message::Cancel(seq) => {
                 self.streams.forget(seq);

@@ -9,15 +9,15 @@ use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_roles::Prefill;
 use baton_roles::prefill::{Answer, check_target};
 use baton_runtime::metrics as names;
-use baton_transfer::{PathReport, Sender, SenderOptions, TransferError, TransportKind};
-use baton_types::WorkerId;
+use baton_transfer::{Handoff, PathReport, Sender, SenderOptions, TransferError, TransportKind};
+use baton_types::{BatonError, ErrorKind, KvLayout, WorkerId};
 use baton_worker::{
     Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, kv_converter, scored,
     stream_status,
 };
 use metrics::counter;
 use tonic::service::RoutesBuilder;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use crate::role::{Message, PrefillShell};
 
@@ -96,27 +96,65 @@ fn peer((worker, paths): (WorkerId, Vec<PathReport>)) -> v1::Peer {
 impl prefill_server::Prefill for PrefillNode {
     type RunStream = Events<Self, Message>;
 
-    async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
-        let request = request.into_inner();
-        let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
+    async fn run(&self, request: Request<Streaming<v1::PrefillRequest>>) -> Result<Response<Self::RunStream>, Status> {
+        let mut requests = request.into_inner();
+        let first = requests.message().await?.ok_or_else(|| Status::invalid_argument("the stream has no request"))?;
+        let v1::PrefillRequest { sequence, target, target_follows } = first;
+        let sequence = sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
         let left = match sequence.deadline_ms {
             0 => self.node.config.kv_lease,
             ms => Duration::from_millis(ms),
         };
+        let deadline = Instant::now() + left;
         let new = self.node.new_sequence(sequence, Start::ComputeAndHold).await?;
-        let handoff =
-            self.sender.open(&request.target, Instant::now() + left).map_err(|e| baton_proto::status_of(&e))?;
-        let (layout, sequence) = (&self.node.geometry.layout, new.tokens.len());
-        check_target(layout, handoff.tokens(), handoff.first_blocks(), handoff.block_counts(), sequence)
-            .map_err(|e| baton_proto::status_of(&e))?;
-        Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Run {
+        let tokens = new.tokens.len();
+        let aim = Aim { sender: self.sender.clone(), layout: self.node.geometry.layout.clone(), tokens, deadline };
+        let handoff = if target_follows { None } else { Some(aim.open(&target).map_err(status)?) };
+        let events = Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Run {
             new: Box::new(new),
             handoff,
             stream,
             accepted,
         })
-        .await
+        .await?;
+        if target_follows {
+            let (seq, engine) = (events.get_ref().seq(), self.engine.clone());
+            tokio::spawn(async move {
+                let target = match requests.message().await {
+                    Ok(Some(request)) => aim.open(&request.target).map(Box::new),
+                    Ok(None) => Err((ErrorKind::InvalidArgument, "the target did not follow".to_owned())),
+                    // The router has gone away, and the sequence with its stream.
+                    Err(_) => return,
+                };
+                // If the engine is gone, so is the sequence.
+                let _ = engine.send(Message::Target(seq, target));
+            });
+        }
+        Ok(events)
     }
+}
+
+/// What is needed to open a request's handoff once its target is known.
+struct Aim {
+    sender: Arc<Sender>,
+    layout: KvLayout,
+    /// Tokens of the sequence.
+    tokens: usize,
+    deadline: Instant,
+}
+
+impl Aim {
+    /// Opens the handoff into a target, which the router passed on (I8).
+    fn open(&self, target: &[u8]) -> Result<Handoff, (ErrorKind, String)> {
+        let handoff = self.sender.open(target, self.deadline).map_err(|e| (e.kind(), e.to_string()))?;
+        let (tokens, first, counts) = (handoff.tokens(), handoff.first_blocks(), handoff.block_counts());
+        check_target(&self.layout, tokens, first, counts, self.tokens).map_err(|e| (e.kind(), e.to_string()))?;
+        Ok(handoff)
+    }
+}
+
+fn status((kind, message): (ErrorKind, String)) -> Status {
+    stream_status(kind, message)
 }
 
 impl Wire for PrefillNode {
@@ -126,6 +164,7 @@ impl Wire for PrefillNode {
     fn event(answer: Answer) -> Result<(v1::PrefillEvent, bool), Status> {
         let last = answer.is_last();
         let event = match answer {
+            Answer::Due => Sent::Due(v1::Due {}),
             Answer::Scored(tokens) => Sent::Scored(scored(tokens)),
             Answer::FirstToken { token, finish, cached_tokens } => {
                 let finish = finish.map(|reason| v1::FinishReason::from(reason).into());

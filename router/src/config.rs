@@ -9,6 +9,9 @@ use baton_runtime::{Bytes, FetchConfig, ProcessConfig, TlsConfig};
 use crate::error::RouterError;
 use crate::model::TOKEN_CACHE;
 
+/// Half of what people notice: below that, the decode blocks that a waiting prompt holds are held for a moment only.
+const LATE_RESERVATION: Duration = Duration::from_millis(250);
+
 /// The value of `registry` for the one inside the router.
 pub(crate) const EMBEDDED: &str = "embedded";
 
@@ -94,6 +97,9 @@ baton_runtime::config! {
         placement: PlacementKind = PlacementKind::Predicted,
         /// With predicted: most tokens that a decode worker computes of a prompt, where that is soonest, while there are prefill workers.
         local_prompt: u32 = 256,
+        /// Decode blocks for a prompt that is predicted to wait at least this long at its prefill worker are reserved when its turn is near, so
+        /// that a queue of prompts holds none. 0s: for all prompts, and with any placement.
+        late_reservation: Duration = LATE_RESERVATION,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
         /// it; the error says why, and when to retry. Default: none is.
         reject_ttft: Option<Duration> = None,

@@ -14,6 +14,7 @@ use baton_proto::v1;
 use baton_runtime::Shutdown;
 use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut};
 use futures::StreamExt;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
@@ -56,6 +57,8 @@ pub(crate) struct Driver {
     sink: Sink,
     decode: Option<Leg<DecodeWord>>,
     prefill: Option<Leg<PrefillWord>>,
+    /// Where the prefill stream waits for its target, if it was opened without one.
+    target: Option<oneshot::Sender<Vec<u8>>>,
     alarm: Alarm,
     forecast: Forecast,
     /// The client goes away, or the process waits no longer.
@@ -74,7 +77,7 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None, alarm, forecast, broken_off }
+        Driver { job, workers, shutdown, sink, decode: None, prefill: None, target: None, alarm, forecast, broken_off }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -144,7 +147,7 @@ impl Driver {
             Effect::Place(ask) => {
                 let outcome = self.workers.place(&ask, &self.job.request_id);
                 self.forecast.placed(&outcome);
-                return Some(ChoiceInput::Placed(outcome.chosen.map(|chosen| chosen.placed)));
+                return Some(ChoiceInput::from(outcome.chosen));
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
@@ -156,13 +159,21 @@ impl Driver {
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
-                let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target };
-                self.prefill = Some(open_prefill(self.workers.link(worker), request));
+                let (target_follows, target) = (target.is_none(), target.unwrap_or_default());
+                let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target, target_follows };
+                let (prefill, follows) = open_prefill(self.workers.link(worker), request);
+                (self.prefill, self.target) = (Some(prefill), follows);
+            }
+            Effect::SendTarget(target) => {
+                // A stream that has ended says so itself.
+                if let Some(follows) = self.target.take() {
+                    let _ = follows.send(target);
+                }
             }
             Effect::Emit(token) => return Some(self.emit(token).await),
             Effect::EmitScored(tokens) => return Some(self.emit_scored(tokens).await),
             Effect::DropDecode => self.decode = None,
-            Effect::DropPrefill => self.prefill = None,
+            Effect::DropPrefill => (self.prefill, self.target) = (None, None),
             Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
             Effect::Judge(verdict) => self.workers.judge(verdict),
             Effect::Note { placed, names, answer } => self.workers.note(placed, &names, answer),

@@ -84,6 +84,7 @@ impl Placement {
             Err(message) => return json!({"rejected": message}),
         };
         let mut told = workers(chosen.placed);
+        told["reserves"] = json!(if chosen.late { "late" } else { "at once" });
         if let Some(Why { terms, next, considered }) = chosen.why {
             told["predicted"] = predicted(&terms);
             told["options"] = json!(considered);
@@ -132,7 +133,7 @@ mod tests {
     fn chosen(worker: u64) -> Chosen {
         let terms = Terms { queue: 0.5, first_token: 0.5, ..Terms::default() };
         let placed = Placed { decode: WorkerId(worker), prefill: None };
-        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }), number: 1 }
+        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }), number: 1, late: false }
     }
 
     #[test]

@@ -107,6 +107,7 @@ mod tests {
             max_running: 0,
             context_tokens: 0,
             draining: false,
+            late_targets: false,
         }
     }
 

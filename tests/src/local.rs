@@ -195,6 +195,7 @@ impl<B: Backend> Local<B> {
             max_waiting: u32::MAX,
             context_tokens: context,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
@@ -239,6 +240,7 @@ impl<B: Backend> Local<B> {
                 prefix: self.prefix,
                 priority: 0,
                 share: Share::default(),
+                parked: false,
             })?;
             places.insert(seq, place);
         }

@@ -77,6 +77,7 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, threads: u64) ->
         max_waiting: 8,
         context_tokens: 128,
         local_prefill_tokens: 0,
+        reserve_ahead: 16,
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig::default(),
@@ -94,6 +95,7 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, threads: u64) ->
             prefix: None,
             priority: 0,
             share: Share::default(),
+            parked: false,
         })?;
     }
     let (mut events, mut out) = (Vec::new(), Vec::with_capacity(8));

@@ -169,6 +169,12 @@ fn ucx_route(chunk: u32) -> Option<ClusterOptions> {
     Some(options)
 }
 
+/// Decode blocks are reserved when the prompt's turn is near, whether it waits or not.
+fn late(mut options: ClusterOptions) -> ClusterOptions {
+    options.env.push(("BATON_LATE_RESERVATION".to_owned(), "0s".to_owned()));
+    options
+}
+
 /// A real model over `routes`: `count` prompts of up to `longest` tokens.
 fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow::Result<()> {
     let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::NoProgress)?;
@@ -183,7 +189,7 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
     let routes = [
         ("aggregated", route("auto", 512, true)),
         ("split over shm, chunks of 16", route("shm", 16, false)),
-        ("split over tcp, chunks of 512", route("tcp", 512, false)),
+        ("split over tcp, chunks of 512, reserved late", late(route("tcp", 512, false))),
     ];
     real(14, 120, &routes)
 }
@@ -235,7 +241,11 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         config.write(&path)?;
         let model = Model::open(&path)?;
         let spec = path.to_str().context("a path in UTF-8")?;
-        let mut routes = vec![("split over shm", route("shm", 1, false)), ("split over tcp", route("tcp", 16, false))];
+        let mut routes = vec![
+            ("split over shm", route("shm", 1, false)),
+            ("split over shm, reserved late", late(route("shm", 16, false))),
+            ("split over tcp", route("tcp", 16, false)),
+        ];
         routes.extend(ucx_route(16).map(|options| ("split over ucx", options)));
         let mut local = Local::new(&model, Options::default())?;
         compare(name, spec, &mut local, &requests(30, 90, &model, 3), &routes)?;

@@ -290,6 +290,7 @@ impl Bench {
             prefix: (common > 0).then(Prefix::default),
             priority: 0,
             share: Share::default(),
+            parked: false,
         })?)
     }
 

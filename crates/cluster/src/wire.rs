@@ -24,6 +24,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
         max_running: m.max_running,
         context_tokens: m.context_tokens,
         draining: m.draining,
+        late_targets: m.late_targets,
     }
 }
 
@@ -54,6 +55,7 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
         max_running: m.max_running,
         context_tokens: m.context_tokens,
         draining: m.draining,
+        late_targets: m.late_targets,
     };
     member.validate()?;
     Ok(member)
@@ -69,7 +71,7 @@ mod tests {
     #[test]
     fn members_survive_the_wire() {
         for role in [Role::Prefill, Role::Decode, Role::Supervisor] {
-            let original = Member { role, draining: true, ..member(u64::MAX) };
+            let original = Member { role, draining: true, late_targets: true, ..member(u64::MAX) };
             assert_eq!(member_from_proto(member_to_proto(original.clone())), Ok(original));
         }
         let unknown = v1::Member { role: 9, ..member_to_proto(member(1)) };
@@ -89,6 +91,7 @@ mod tests {
             max_running: u32::MAX,
             context_tokens: u32::MAX,
             draining: true,
+            late_targets: true,
             ..member_to_proto(member(u64::MAX))
         };
         let view =

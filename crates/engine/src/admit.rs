@@ -13,6 +13,9 @@
 //!
 //! Sequences cannot wait in a circle either, because a leader is running or receiving its KV.
 //!
+//! A parked sequence waits until its owner lets it start, and does not block those behind it either. Its owner learns when
+//! its turn is near, so that what it waits for can be there in time.
+//!
 //! A sequence that is to receive its KV also waits for a sequence with an earlier turn that receives most of what it
 //! lacks: the same KV is handed over once. The wait ends with that handoff. If the handoff fails, the sequence waits
 //! for no other one. If it succeeds, the sequence then lacks less than half of what it lacked before. A few missing
@@ -24,8 +27,11 @@ use baton_kv_cache::{Hit, KvError, Need};
 use baton_types::SeqId;
 
 use crate::config::AGED;
-use crate::sequence::{Leader, Phase, Sequence, Turn};
-use crate::{Engine, Event, Order, Start, StepRow};
+use crate::sequence::{Leader, Parked, Phase, Sequence, Turn};
+use crate::{Engine, Event, Order, Start, StepRow, Time};
+
+/// How long a parked sequence may wait after it was due, before those behind it become due in its place, in milliseconds.
+const DUE_WAIT_MS: u64 = 500;
 
 /// What became of a waiting sequence that might start.
 enum Outcome {
@@ -53,8 +59,32 @@ impl Engine {
         }
     }
 
+    /// Says of parked sequences that their turn is near. One that still waits [`DUE_WAIT_MS`] after that counts no longer as computed before
+    /// others: what it lacks may be long in coming.
+    pub(crate) fn announce(&mut self, now: Time, events: &mut Vec<Event>) {
+        let lacks = |turn: &Turn| self.sequences.get(&turn.seq).map_or(0, |s| u64::from(s.to_prefill()));
+        let mut before: u64 = self.running.iter().map(lacks).sum();
+        for turn in &self.waiting {
+            if before > u64::from(self.config.reserve_ahead) {
+                return;
+            }
+            let Some(sequence) = self.sequences.get_mut(&turn.seq) else { continue };
+            let since = match &mut sequence.parked {
+                Some(parked) if parked.due.is_none() => {
+                    events.push(Event::Due { seq: turn.seq });
+                    *parked.due.insert(now)
+                }
+                Some(Parked { due: Some(due) }) => *due,
+                _ => now,
+            };
+            if now < since.after_ms(DUE_WAIT_MS) {
+                before += u64::from(sequence.to_prefill());
+            }
+        }
+    }
+
     fn start(&mut self, seq: SeqId, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) -> Outcome {
-        let Some(sequence) = self.sequences.get(&seq) else { return Outcome::Later };
+        let Some(sequence) = self.sequences.get(&seq).filter(|s| s.parked.is_none()) else { return Outcome::Later };
         if sequence.swapped.is_none()
             && let Some(leader) = self.awaited(sequence)
         {

@@ -157,6 +157,7 @@ mod tests {
             max_waiting: 3,
             context_tokens: 100,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::Fcfs,
             overtakes: 0,
             cache: CacheConfig::default(),
@@ -177,6 +178,7 @@ mod tests {
                     prefix: None,
                     priority: 0,
                     share: Share::default(),
+                    parked: false,
                 })
                 .unwrap()
         };

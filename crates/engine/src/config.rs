@@ -55,6 +55,8 @@ pub struct EngineConfig {
     /// tokens and all prompts that are computed here, its own included, lack at most this many tokens together. A
     /// single missing token is computed here in any case. 0: nothing is computed here instead.
     pub local_prefill_tokens: u32,
+    /// A parked sequence is due ([`crate::Event::Due`]) when at most this many tokens of prompts are to be computed before it.
+    pub reserve_ahead: u32,
     /// Order of service.
     pub order: Order,
     /// Most sequences that may start before one that was submitted earlier, under an order other than [`Order::Fcfs`].

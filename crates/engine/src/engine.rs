@@ -182,6 +182,13 @@ impl Engine {
         Ok(())
     }
 
+    /// A parked sequence may start from now on. Nothing happens to one that is not parked.
+    pub fn unpark(&mut self, seq: SeqId) -> Result<(), EngineError> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
+        sequence.parked = None;
+        Ok(())
+    }
+
     /// The transfer of a [`Start::ComputeAndHold`] sequence no longer reads its blocks: frees them.
     pub fn release(&mut self, seq: SeqId) -> Result<(), EngineError> {
         let sequence = self.sequences.get(&seq).ok_or(EngineError::UnknownSequence(seq))?;

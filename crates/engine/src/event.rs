@@ -18,6 +18,11 @@ pub enum Event {
         /// blocks after them ([`crate::Engine::lent_from`]) are lent; the others must not be written to.
         cached_tokens: u32,
     },
+    /// A parked sequence's turn is near ([`crate::NewSequence::parked`]). Said once.
+    Due {
+        /// The sequence.
+        seq: SeqId,
+    },
     /// Log probabilities of tokens of the prompt, when they were asked for. All of them come before the first token of
     /// the answer, in order, each once.
     Scored {
@@ -82,6 +87,7 @@ impl Event {
     pub fn seq(&self) -> SeqId {
         match self {
             Event::Reserved { seq, .. }
+            | Event::Due { seq }
             | Event::Scored { seq, .. }
             | Event::Token { seq, .. }
             | Event::Prefilled { seq, .. }

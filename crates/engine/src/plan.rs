@@ -26,7 +26,7 @@
 use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
 
-use crate::sequence::{Doom, Phase, Sequence};
+use crate::sequence::{Doom, Phase, Sequence, Turn};
 use crate::{Engine, Event, Order, SequenceError, Start, Step, StepRow, Time};
 
 /// Most steps that are planned and not applied: the one being computed and the one launched behind it.
@@ -74,6 +74,7 @@ impl Engine {
         }
         self.pools.advance(now);
         self.expire(now, events);
+        self.announce(now, events);
         if self.waits() || !self.cover() {
             return None;
         }
@@ -135,7 +136,9 @@ impl Engine {
     /// quarantine, and have been for [`QUARANTINE_WAIT_MS`]. Other workers may have room for it, and a shorter sequence
     /// behind it may find room here.
     fn give_up_starved(&mut self, now: Time, events: &mut Vec<Event>) {
-        let first = self.running.first().or(self.waiting.first()).map(|turn| turn.seq);
+        let parked = |turn: &Turn| self.sequences.get(&turn.seq).is_some_and(|s| s.parked.is_some());
+        let first = self.running.first().or_else(|| self.waiting.iter().find(|turn| !parked(turn)));
+        let first = first.map(|turn| turn.seq);
         let comes_back = |s: &Sequence| matches!(s.phase, Phase::Receiving(_) | Phase::Held(_));
         let Some(first) = first.filter(|_| !self.quarantine.is_empty() && !self.sequences.values().any(comes_back))
         else {

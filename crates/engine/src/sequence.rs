@@ -43,6 +43,9 @@ pub struct NewSequence {
     pub priority: i32,
     /// Whose it is. Tenants share what is served at equal priority, under [`crate::Order::Priority`].
     pub share: Share,
+    /// It does not start before [`crate::Engine::unpark`]. It keeps its turn meanwhile, and holds nobody up. [`crate::Event::Due`] says when its
+    /// turn is near.
+    pub parked: bool,
 }
 
 /// A sequence's place in the order of service; see [`crate::Order`].
@@ -132,6 +135,14 @@ pub(crate) struct Sequence {
     pub waited: u32,
     /// How many sequences submitted later, with an earlier turn, have started while it waited or computed its prompt.
     pub overtaken: u32,
+    pub parked: Option<Parked>,
+}
+
+/// A sequence that waits to be told that it may start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Parked {
+    /// When its owner was told that its turn is near.
+    pub due: Option<Time>,
 }
 
 /// What the steps in flight compute of one sequence.
@@ -156,8 +167,18 @@ pub(crate) enum Doom {
 
 impl Sequence {
     pub fn new(new: NewSequence, turn: Turn, block_size: u32) -> Self {
-        let NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority: _, share } =
-            new;
+        let NewSequence {
+            request_id,
+            tokens,
+            prompt_tokens,
+            params,
+            start,
+            deadline,
+            prefix,
+            priority: _,
+            share,
+            parked,
+        } = new;
         // Cached KV has no logits.
         let prefix = prefix.filter(|_| params.prompt_logprobs.is_none());
         let scored = if params.prompt_logprobs.is_some() { 1 } else { prompt_tokens };
@@ -188,6 +209,7 @@ impl Sequence {
             leader: None,
             waited: 0,
             overtaken: 0,
+            parked: parked.then_some(Parked { due: None }),
         }
     }
 

@@ -75,6 +75,41 @@ fn a_full_queue_refuses() {
     rig.submit(Start::Compute, 4, 50);
 }
 
+/// A parked sequence keeps its turn and holds nobody up. Its turn is said to be near when little is left before it.
+#[test]
+fn a_parked_sequence_waits_for_its_owner_and_holds_nobody_up() {
+    let due = |rig: &mut Rig| {
+        let due = |event| if let Event::Due { seq } = event { Some(seq.0) } else { None };
+        rig.events.drain(..).filter_map(due).collect::<Vec<_>>()
+    };
+    let parked = |prompt| NewSequence { parked: true, ..request(Start::ComputeAndHold, prompt, 1) };
+    let mut rig = Rig::new(EngineConfig { chunk: 8, pack_tokens: 8, reserve_ahead: 10, ..LIMITS }, 100);
+    rig.submit(Start::ComputeAndHold, 24, 1);
+    let seqs: Vec<SeqId> = [6, 6, 6].into_iter().map(|prompt| rig.engine.submit(parked(prompt)).unwrap()).collect();
+    rig.submit(Start::ComputeAndHold, 5, 1);
+    assert_eq!(rig.step(), [(0, 8), (4, 5)], "no parked one, though two would fit");
+    assert_eq!(due(&mut rig), []);
+    rig.step();
+    assert_eq!(due(&mut rig), [], "16 tokens were left before them");
+    assert_eq!(rig.step(), [(0, 8)]);
+    assert_eq!(due(&mut rig), [1], "8 were left, and with its own, 14 before the next");
+    assert_eq!(rig.step(), []);
+    assert_eq!(due(&mut rig), [2], "only 6 are before it; and of the first it was said");
+    rig.now = Time(0).after_ms(499);
+    assert_eq!((rig.step(), due(&mut rig)), (vec![], vec![]));
+    rig.now = Time(0).after_ms(500);
+    assert_eq!((rig.step(), due(&mut rig)), (vec![], vec![3]), "what the others wait for may be long in coming");
+    rig.engine.unpark(seqs[1]).unwrap();
+    assert_eq!(rig.step(), [(2, 6)]);
+    rig.engine.unpark(seqs[0]).unwrap();
+    assert_eq!(rig.step(), [(1, 6)]);
+    assert_eq!(rig.engine.abort(seqs[2], false), Ok(Aborted::Freed));
+    for held in [0, 1, 2, 4] {
+        rig.engine.release(SeqId(held)).unwrap();
+    }
+    assert!(rig.engine.idle());
+}
+
 #[test]
 fn decodes_go_first_then_one_long_prompt_and_what_fits_beside_it() {
     let config = EngineConfig { token_budget: 10, chunk: 6, max_running: 4, ..LIMITS };

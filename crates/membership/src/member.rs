@@ -66,6 +66,9 @@ pub struct Member {
     pub context_tokens: u32,
     /// True once the member takes no new requests.
     pub draining: bool,
+    /// A prefill worker that takes prompts whose target follows later. Workers of older versions do not.
+    #[serde(default)]
+    pub late_targets: bool,
 }
 
 impl Member {

@@ -19,5 +19,6 @@ pub fn member(id: u64) -> Member {
         max_running: 64,
         context_tokens: 8192,
         draining: false,
+        late_targets: false,
     }
 }

@@ -103,6 +103,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         max_running: 0,
         context_tokens: 0,
         draining: false,
+        late_targets: false,
     };
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)));
     fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));

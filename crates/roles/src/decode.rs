@@ -368,8 +368,8 @@ impl RoleCore for Decode {
                     _ => {}
                 }
             }
-            Event::Prefilled { seq, .. } => {
-                tracing::error!(%seq, "a decode worker never holds KV for others");
+            Event::Prefilled { seq, .. } | Event::Due { seq } => {
+                tracing::error!(%seq, "a decode worker never holds KV for others, and parks nothing");
                 give_up(engine, seq, false);
             }
         }

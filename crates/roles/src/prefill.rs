@@ -20,6 +20,8 @@ use crate::worker::RoleCore;
 /// An item of a request's stream: scores of the prompt if they are asked for, a first token, then the transfer's outcome.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Answer {
+    /// The request came without a target, and its turn is near: it computes nothing before the target is here.
+    Due,
     /// The first token of the answer. The last item when it ends the answer: the transfer's outcome is not reported
     /// then.
     FirstToken {
@@ -41,7 +43,7 @@ pub enum Answer {
 impl Answer {
     /// Whether no further item follows.
     pub fn is_last(&self) -> bool {
-        !matches!(self, Answer::FirstToken { finish: None, .. } | Answer::Scored(_))
+        !matches!(self, Answer::FirstToken { finish: None, .. } | Answer::Scored(_) | Answer::Due)
     }
 }
 
@@ -57,14 +59,21 @@ pub struct Target {
 /// A command to the role.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
-    /// A new request. The shell has opened its handoff.
+    /// A new request. The shell has opened its handoff, if it has a target.
     Run {
         /// Repeated in [`Effect::Accepted`].
         ticket: Ticket,
         /// What to compute.
         new: Box<NewSequence>,
-        /// Where its KV goes.
-        target: Target,
+        /// Where its KV goes; `None`: [`Command::Target`] will say. It is parked until then ([`NewSequence::parked`]).
+        target: Option<Target>,
+    },
+    /// The target of a request that came without. The shell has opened its handoff. Followed by [`Effect::Abort`] if the request is gone.
+    Target {
+        /// The request's sequence.
+        seq: SeqId,
+        /// Where its KV goes, or why nothing can be written there.
+        target: Result<Target, (ErrorKind, String)>,
     },
     /// The sequence's stream was dropped.
     Cancel(SeqId),
@@ -128,7 +137,7 @@ pub enum Effect {
 
 #[derive(Debug)]
 struct Open {
-    /// Where its KV goes, until its handoff is completed or aborted.
+    /// Where its KV goes, once that is known and until its handoff is completed or aborted.
     target: Option<Target>,
 }
 
@@ -160,6 +169,32 @@ impl Prefill {
     fn abort(&self, engine: &mut Engine, seq: SeqId, open: Open, out: &mut Vec<Effect>) {
         let aborted = engine.abort(seq, true).ok();
         quieten(seq, open, aborted == Some(Aborted::Quarantined), out);
+    }
+
+    /// Lets a parked sequence start, now that it is known where its KV goes.
+    fn aim(
+        &mut self,
+        engine: &mut Engine,
+        seq: SeqId,
+        target: Result<Target, (ErrorKind, String)>,
+        out: &mut Vec<Effect>,
+    ) {
+        match (self.open.get_mut(&seq), target) {
+            (None, Ok(_)) => out.push(Effect::Abort { seq, quarantined: false }),
+            (None, Err(_)) => {}
+            (Some(open), Ok(target)) => {
+                open.target = Some(target);
+                if let Err(error) = engine.unpark(seq) {
+                    tracing::error!(%seq, %error, "a request's sequence is not in the engine");
+                }
+            }
+            (Some(_), Err((kind, message))) => {
+                out.push(Effect::Say(seq, Answer::Failed(kind, message)));
+                if let Some(open) = self.open.remove(&seq) {
+                    self.abort(engine, seq, open, out);
+                }
+            }
+        }
     }
 
     fn prefilled(
@@ -237,12 +272,13 @@ impl RoleCore for Prefill {
     fn command(&mut self, mut desk: Desk<'_>, command: Command, out: &mut Vec<Effect>) {
         match command {
             Command::Run { ticket, new, target } => {
-                let outcome = desk.submit(*new);
+                let outcome = desk.submit(NewSequence { parked: target.is_none(), ..*new });
                 if let Ok(seq) = outcome {
-                    self.open.insert(seq, Open { target: Some(target) });
+                    self.open.insert(seq, Open { target });
                 }
                 out.push(Effect::Accepted { ticket, outcome });
             }
+            Command::Target { seq, target } => self.aim(desk.engine, seq, target, out),
             Command::Cancel(seq) => {
                 if let Some(open) = self.open.remove(&seq) {
                     // Once completed, `Ended` will come and free the quarantined blocks.
@@ -256,6 +292,11 @@ impl RoleCore for Prefill {
 
     fn event(&mut self, engine: &mut Engine, event: Event, out: &mut Vec<Effect>) {
         match event {
+            Event::Due { seq } => {
+                if self.open.contains_key(&seq) {
+                    out.push(Effect::Say(seq, Answer::Due));
+                }
+            }
             Event::Prefilled { seq, token, finish, cached_tokens, .. } => {
                 self.prefilled(engine, seq, (token, finish, cached_tokens), out)
             }

@@ -37,9 +37,24 @@ pub(crate) struct Ask {
 /// A message from a router to a worker.
 #[derive(Clone, Debug)]
 pub(crate) enum Up {
-    Decode { call: Call, ask: Box<Ask>, local: bool },
-    Prefill { call: Call, ask: Box<Ask>, target: Vec<u8> },
-    Cancel { call: Call },
+    Decode {
+        call: Call,
+        ask: Box<Ask>,
+        local: bool,
+    },
+    Prefill {
+        call: Call,
+        ask: Box<Ask>,
+        target: Option<Vec<u8>>,
+    },
+    /// The target of a request that was sent without.
+    Target {
+        call: Call,
+        target: Vec<u8>,
+    },
+    Cancel {
+        call: Call,
+    },
     Probe,
 }
 

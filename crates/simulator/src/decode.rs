@@ -165,6 +165,7 @@ pub(crate) fn sequence(ask: &Ask, block_size: u32, start: Start, now: Time) -> B
         priority: ask.priority,
         // Who shares KV is one tenant.
         share: Share { tenant: ask.salt, weight: 1 + (ask.salt % 3) as u32 },
+        parked: false,
     })
 }
 
@@ -252,7 +253,7 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a prefill worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
-            Up::Probe => {}
+            Up::Probe | Up::Target { .. } => {}
         }
         self.wake_engine(Process::Decode(place));
         Ok(())

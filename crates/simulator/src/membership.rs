@@ -99,6 +99,7 @@ impl World {
             max_running: 0,
             context_tokens: 4096,
             draining: false,
+            late_targets: true,
         }
     }
 

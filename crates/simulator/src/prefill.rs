@@ -11,7 +11,7 @@ use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
 use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
-use crate::control::{Ask, Down, Link, Up};
+use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
 use crate::events::{Event, Life, Place, Process, Serial};
@@ -67,6 +67,17 @@ impl Handoff {
     }
 }
 
+/// What is needed to open a request's handoff once its target is known.
+#[derive(Clone, Copy)]
+struct Aim {
+    /// Tokens of the sequence.
+    tokens: usize,
+    deadline: Instant,
+    /// Earliest world time at which the deadline may pass, whatever the clocks show, and when the handoff must have ended.
+    due: Micros,
+    ends: Micros,
+}
+
 /// A write that waits for room.
 pub(crate) struct Waiting {
     pub handoff: u64,
@@ -85,6 +96,8 @@ pub(crate) struct Prefill {
     pub registration: Option<Registration>,
     tickets: BTreeMap<Ticket, (Caller, u64)>,
     pub callers: BTreeMap<SeqId, Caller>,
+    /// Streams of requests that came without a target.
+    targets: BTreeMap<Call, Aim>,
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
     next: u64,
@@ -116,6 +129,7 @@ impl Prefill {
             registration: None,
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
+            targets: BTreeMap::new(),
             handoffs: BTreeMap::new(),
             waiting: VecDeque::new(),
             next: 0,
@@ -208,11 +222,15 @@ impl World {
         match message {
             Up::Prefill { call, ask, target } => {
                 let caller = Caller { link, made, call, tokens: Vec::new(), cancelled: false };
-                if let Err(error) = self.run(place, caller, &ask, &target)? {
+                if let Err(error) = self.run(place, caller, &ask, target.as_deref()) {
                     self.send_down(link, made, Down::Ended(call, answered(error.0, error.1)));
                 }
             }
-            Up::Cancel { call } => self.hang_up_prefill(place, |caller| caller.call == call),
+            Up::Target { call, target } => self.aimed(place, call, &target),
+            Up::Cancel { call } => {
+                self.prefills[place].targets.remove(&call);
+                self.hang_up_prefill(place, |caller| caller.call == call);
+            }
             Up::Decode { call, .. } => {
                 let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
@@ -223,64 +241,87 @@ impl World {
         Ok(())
     }
 
-    /// Opens a handoff and passes it to the engine thread with the request, as the real service does.
+    /// Opens a handoff, if it has a target, and passes it to the engine thread with the request, as the real service does.
     fn run(
         &mut self,
         place: Place,
         caller: Caller,
         ask: &Ask,
-        target: &[u8],
-    ) -> Result<Result<(), (ErrorKind, String)>, Violation> {
-        let refused = |error: &dyn BatonError| Ok(Err((error.kind(), error.to_string())));
+        target: Option<&[u8]>,
+    ) -> Result<(), (ErrorKind, String)> {
         let clock = if self.broken(Sabotage::ForeignDeadline) {
             Process::Router(caller.link.0)
         } else {
             Process::Prefill(place)
         };
-        let deadline = self.clock_now(clock) + ask.time_left;
-        let layout = self.geometry.layout.clone();
-        let target = match Descriptor::parse(target, &layout, false) {
-            Ok(target) => target,
-            Err(error) => return refused(&error),
+        let left = ask.time_left.as_micros() as Micros;
+        let aim = Aim {
+            tokens: ask.tokens.len(),
+            deadline: self.clock_now(clock) + ask.time_left,
+            due: self.now + left.saturating_sub(self.by_any_clock(left) - left),
+            ends: self.now + self.by_any_clock(left + self.bound()),
         };
+        let opened = target.map(|target| self.open_handoff(place, aim, target)).transpose()?;
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
+        let new = sequence(ask, size, Start::ComputeAndHold, now);
+        let prefill = &mut self.prefills[place];
+        let (id, target) = match opened {
+            Some((id, target)) => (id, Some(target)),
+            None => {
+                prefill.next += 1;
+                prefill.targets.insert(caller.call, aim);
+                (prefill.next, None)
+            }
+        };
+        let ticket = Ticket(id);
+        prefill.tickets.insert(ticket, (caller, id));
+        prefill.inbox.push_back(Input::Command(Command::Run { ticket, new, target }));
+        Ok(())
+    }
+
+    /// The target of a request that came without has arrived.
+    fn aimed(&mut self, place: Place, call: Call, target: &[u8]) {
+        let prefill = &mut self.prefills[place];
+        let Some(aim) = prefill.targets.remove(&call) else { return };
+        let Some(seq) = prefill.callers.iter().find(|(_, caller)| caller.call == call).map(|(seq, _)| *seq) else {
+            return;
+        };
+        let target = self.open_handoff(place, aim, target).map(|(id, target)| {
+            if let Some(handoff) = self.prefills[place].handoffs.get_mut(&id) {
+                handoff.seq = Some(seq);
+            }
+            target
+        });
+        self.prefills[place].inbox.push_back(Input::Command(Command::Target { seq, target }));
+    }
+
+    /// Opens the handoff into a target. Returns its number.
+    fn open_handoff(&mut self, place: Place, aim: Aim, target: &[u8]) -> Result<(u64, Target), (ErrorKind, String)> {
+        let refused = |error: &dyn BatonError| (error.kind(), error.to_string());
+        let Aim { tokens, deadline, due, ends } = aim;
+        let layout = self.geometry.layout.clone();
+        let target = Descriptor::parse(target, &layout, false).map_err(|e| refused(&e))?;
         let decode: Place = target.address.parse().unwrap_or_default();
         let prefill = &self.prefills[place];
-        let writes = match Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, deadline) {
-            Ok(writes) => writes,
-            Err(error) => return refused(&error),
-        };
-        let session = match self.begin(place, decode, target.worker, writes.core()) {
-            Ok(session) => session,
-            Err(error) => return refused(&error),
-        };
-        let (now, left) = (self.now, ask.time_left.as_micros() as Micros);
-        let late = self.by_any_clock(left) - left;
+        let writes = Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, deadline);
+        let writes = writes.map_err(|e| refused(&e))?;
+        let session = self.begin(place, decode, target.worker, writes.core()).map_err(|e| refused(&e))?;
         let prefill = &mut self.prefills[place];
         prefill.next += 1;
-        let id = prefill.next;
+        let (id, life) = (prefill.next, prefill.life);
         let (seq, ended, quarantined) = (None, false, false);
-        let due = now + left.saturating_sub(late);
         prefill.handoffs.insert(
             id,
             Handoff { writes, peer: target.worker, decode, session, seq, ended, quarantined, completed: None, due },
         );
-        let (life, handoff) = (prefill.life, id);
-        let at = self.now + self.by_any_clock(ask.time_left.as_micros() as Micros + self.bound());
-        self.events.plan(at, Event::MustHaveEnded { prefill: place, life, handoff });
-        let checked = check_target(&layout, target.tokens, &target.first, &target.counts, ask.tokens.len());
-        if let Err(error) = checked {
+        let ends = ends.max(self.now + self.bound());
+        self.events.plan(ends, Event::MustHaveEnded { prefill: place, life, handoff: id });
+        if let Err(error) = check_target(&layout, target.tokens, &target.first, &target.counts, tokens) {
             self.abort_handoff(place, id, false);
-            return refused(&error);
+            return Err(refused(&error));
         }
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
-        let new = sequence(ask, size, Start::ComputeAndHold, now);
-        let ticket = Ticket(id);
-        let prefill = &mut self.prefills[place];
-        prefill.tickets.insert(ticket, (caller, id));
-        let target = Target { tokens: target.tokens, first: target.first };
-        prefill.inbox.push_back(Input::Command(Command::Run { ticket, new, target }));
         self.wake_prefill(place, session);
-        Ok(Ok(()))
+        Ok((id, Target { tokens: target.tokens, first: target.first }))
     }
 
     /// Longest time from a handoff's deadline to its end, whatever its session is doing: connecting, ending, or telling the peer so.
@@ -395,6 +436,10 @@ impl World {
             Answer::FirstToken { token, finish, cached_tokens } => {
                 self.milestone("first-token", Process::Prefill(place));
                 Ok(PrefillWord::FirstToken { token, finish, cached_tokens })
+            }
+            Answer::Due => {
+                self.milestone("due", Process::Prefill(place));
+                Ok(PrefillWord::Due)
             }
             Answer::Scored(tokens) => Ok(PrefillWord::Scored(tokens)),
             Answer::Transferred(_) => Ok(PrefillWord::Transferred),

@@ -6,11 +6,11 @@ mod streams;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_membership::Follow;
 use baton_policy::{Ask, Chosen, Failure, Fleet, KvIndex, LeastLoaded, Placement, Predicted, Probe, RoundRobin};
-use baton_types::WorkerId;
+use baton_types::{WorkerId, mix};
 
 pub(crate) use choice::InFlight;
 use streams::Leg;
@@ -50,10 +50,14 @@ impl Router {
             1 => Box::<LeastLoaded>::default(),
             _ => Box::new(Predicted::new(16)),
         };
+        let mut fleet = Fleet::new("m", placement);
+        // Some reserve decode blocks early, some late, and some as the queue is.
+        let late = [None, Some(Duration::ZERO), Some(Duration::from_millis(2))];
+        fleet.reserve_late(late[(mix(world.seed ^ 41) + life) as usize % late.len()]);
         let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,
-            fleet: Fleet::new("m", placement),
+            fleet,
             // Some forget much of it.
             index: KvIndex::new(if life.is_multiple_of(3) { 8 } else { 1000 }),
             follow,

@@ -14,6 +14,7 @@ pub(crate) fn engine(random: &mut Random) -> EngineConfig {
         max_waiting: 64,
         context_tokens: 64,
         local_prefill_tokens: random.below(6) as u32,
+        reserve_ahead: 8,
         order: Order::ALL[random.below(3) as usize],
         overtakes: 3,
         cache: CacheConfig { max_blocks: if random.chance(700) { u32::MAX } else { 0 }, ..CacheConfig::default() },
@@ -44,7 +45,8 @@ pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
     let max_running = random.within(1, 6) as u32;
     let token_budget = max_running + random.below(30) as u32;
     let (chunk, overtakes) = (random.within(1, 20) as u32, random.below(20) as u32);
-    EngineConfig { cache, swap, max_running, token_budget, chunk, overtakes, ..config }
+    let reserve_ahead = random.below(30) as u32;
+    EngineConfig { cache, swap, max_running, token_budget, chunk, overtakes, reserve_ahead, ..config }
 }
 
 /// Blocks of a pool that is short of room: enough for the longest request (20 tokens of prompt and 24 of answer), and a few more.

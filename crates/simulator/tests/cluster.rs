@@ -30,6 +30,10 @@ fn no_invariant_is_violated_under_faults() {
     for leg in ["prefill", "decode", "transfer"] {
         assert!(sum.recoveries.contains_key(leg), "nothing recovered from its {leg}: {sum:?}");
     }
+    assert!(
+        sum.milestones.get("due").is_some_and(|count| *count > 300),
+        "few decode blocks were reserved late: {sum:?}"
+    );
     for cause in ["corruption", "incomplete", "peer_lost", "stalled", "deadline", "withdrawn"] {
         assert!(sum.handoffs_failed.contains_key(cause), "no handoff failed by {cause}: {sum:?}");
     }

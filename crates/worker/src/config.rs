@@ -120,6 +120,9 @@ baton_runtime::config! {
         /// Decode workers: if at least half of a prompt's KV is cached here and at most this many tokens are missing, the worker computes
         /// them itself beside its decode work. All prompts computed like this share the bound. 0: all prompts go to prefill workers.
         local_prefill: u32 = 64,
+        /// Prefill workers: a prompt whose decode blocks are reserved late (the router's late_reservation) is announced when at most this many
+        /// tokens are to be computed before it. More leave more time to reserve, and hold decode blocks for longer.
+        reserve_ahead: u32 = 1024,
         /// Prompt tokens that fill a step. More than saturate the hardware only make prompts wait for each other. auto: the number that
         /// saturates it, measured at the start.
         pack_tokens: PackTokens = PackTokens::Auto,

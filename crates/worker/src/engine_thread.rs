@@ -295,6 +295,7 @@ mod tests {
             max_waiting: 2,
             context_tokens: 64,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::Priority,
             overtakes: 2,
             cache: CacheConfig::default(),
@@ -320,6 +321,7 @@ mod tests {
             prefix: None,
             priority: 0,
             share: Share::default(),
+            parked: false,
         };
         handle.send(decode::Command::Generate { ticket: Ticket(7), new: Box::new(new) }).unwrap();
     }

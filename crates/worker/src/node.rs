@@ -176,6 +176,7 @@ impl Node {
             max_running: limits.max_running,
             context_tokens: limits.context_tokens,
             draining: false,
+            late_targets: role == Role::Prefill,
         }
     }
 

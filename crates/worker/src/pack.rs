@@ -69,6 +69,7 @@ impl Steps {
             prefix: None,
             priority: 0,
             share: Share::default(),
+            parked: false,
         })?;
         let (mut events, mut out) = (Vec::new(), Vec::new());
         let step = self.engine.plan(Time(0), &mut events);
@@ -119,6 +120,7 @@ mod tests {
             max_waiting: 3,
             context_tokens: 150,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::Priority,
             overtakes: 3,
             cache: CacheConfig::default(),

@@ -109,6 +109,7 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         max_waiting: config.max_waiting,
         context_tokens: wanted,
         local_prefill_tokens: config.local_prefill,
+        reserve_ahead: config.reserve_ahead,
         order: config.order.0,
         overtakes: config.overtakes,
         cache: cache(config, blocks),

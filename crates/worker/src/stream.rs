@@ -112,6 +112,11 @@ pub struct Events<W: Wire, C> {
 }
 
 impl<W: Wire, C> Events<W, C> {
+    /// The request's sequence.
+    pub fn seq(&self) -> SeqId {
+        self.guard.seq
+    }
+
     /// Sends the command made by `submit` and waits until the engine accepts or refuses the sequence, or stands still.
     pub async fn open(
         engine: &EngineHandle<C>,
@@ -299,6 +304,7 @@ mod tests {
             max_waiting: 2,
             context_tokens: 16,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
@@ -328,6 +334,7 @@ mod tests {
             prefix: None,
             priority: 0,
             share: Share::default(),
+            parked: false,
         }
     }
 

@@ -65,7 +65,18 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
     let v1::Sequence { request_id, tokens, prompt_tokens, priority, tenant, weight, .. } = sequence;
     let share = Share { tenant, weight };
     let request_id = RequestId(request_id);
-    Ok(NewSequence { request_id, tokens, prompt_tokens, params, start, deadline, prefix, priority, share })
+    Ok(NewSequence {
+        request_id,
+        tokens,
+        prompt_tokens,
+        params,
+        start,
+        deadline,
+        prefix,
+        priority,
+        share,
+        parked: false,
+    })
 }
 
 /// The seed that separates the prefixes of tenants (by salt) and of models (the layout's fingerprint includes the model's). The hash

@@ -15,7 +15,7 @@ use futures::Stream;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tonic::transport::server::TcpIncoming;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use super::Arguments;
 use super::pace::{Pace, Steps};
@@ -54,6 +54,7 @@ pub async fn serve(arguments: &Arguments) {
                 max_running: 0,
                 context_tokens: 1 << 16,
                 draining: false,
+                late_targets: false,
             };
             leases.push(registry.register(member, Duration::from_secs(60)).await.unwrap());
         }
@@ -131,8 +132,8 @@ impl v1::decode_server::Decode for Worker {
 impl v1::prefill_server::Prefill for Worker {
     type RunStream = Events<v1::PrefillEvent>;
 
-    async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
-        let v1::PrefillRequest { sequence, target } = request.into_inner();
+    async fn run(&self, request: Request<Streaming<v1::PrefillRequest>>) -> Result<Response<Self::RunStream>, Status> {
+        let v1::PrefillRequest { sequence, target, .. } = request.into_inner().message().await?.unwrap();
         let (next, _) = range(&sequence.unwrap());
         let world = self.world.clone();
         let event = |event| Ok(v1::PrefillEvent { event: Some(event) });

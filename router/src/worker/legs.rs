@@ -13,8 +13,9 @@ use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_client::PrefillClient;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
 use baton_types::FinishReason;
-use futures::Stream;
 use futures::future::BoxFuture;
+use futures::{Stream, StreamExt, stream};
+use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::link::WorkerLink;
@@ -60,11 +61,21 @@ pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeR
     })
 }
 
-/// Opens the prefill stream and keeps `link` until it ends.
-pub(crate) fn open_prefill(link: Result<WorkerLink, LegEnd>, request: v1::PrefillRequest) -> Leg<PrefillWord> {
-    Leg::open(link, |link| {
-        Box::pin(async move { (PrefillClient::new(link.channel()).run(Request::new(request)).await, link) })
-    })
+/// Opens the prefill stream and keeps `link` until it ends. Returns where to give the target if that is to follow.
+pub(crate) fn open_prefill(
+    link: Result<WorkerLink, LegEnd>,
+    request: v1::PrefillRequest,
+) -> (Leg<PrefillWord>, Option<oneshot::Sender<Vec<u8>>>) {
+    let (target, follows) = request.target_follows.then(oneshot::channel).unzip();
+    let later = stream::iter(follows).filter_map(|target| async {
+        let target = target.await.ok()?;
+        Some(v1::PrefillRequest { target, ..v1::PrefillRequest::default() })
+    });
+    let requests = stream::iter([request]).chain(later);
+    let leg = Leg::open(link, |link| {
+        Box::pin(async move { (PrefillClient::new(link.channel()).run(Request::new(requests)).await, link) })
+    });
+    (leg, target)
 }
 
 impl<W: Word> Leg<W> {
@@ -159,6 +170,7 @@ impl Word for PrefillWord {
                 PrefillWord::FirstToken { token, finish: finish.map(finish_reason).transpose()?, cached_tokens }
             }
             PrefillEvent::Transferred(_) => PrefillWord::Transferred,
+            PrefillEvent::Due(_) => PrefillWord::Due,
         }))
     }
 

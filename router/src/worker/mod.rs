@@ -108,13 +108,14 @@ impl std::fmt::Debug for Workers {
 impl Workers {
     /// A table without workers.
     pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
-        let RouterConfig { placement, local_prompt, worker_timeout, fair_window, .. } = *config;
+        let RouterConfig { placement, local_prompt, late_reservation, worker_timeout, fair_window, .. } = *config;
         let placement: Box<dyn baton_policy::Placement> = match placement {
             PlacementKind::Predicted => Box::new(Predicted::new(local_prompt)),
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
-        let fleet = Fleet::new(model.name(), placement);
+        let mut fleet = Fleet::new(model.name(), placement);
+        fleet.reserve_late(Some(late_reservation));
         let table = Table {
             capacity: fleet.capacity(),
             gate_room: fleet.gate_room(fair_window),

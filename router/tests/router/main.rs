@@ -7,6 +7,7 @@ mod api;
 mod false_workers;
 mod following;
 mod grpc;
+mod late;
 mod listeners;
 mod logprobs;
 mod models;

@@ -244,6 +244,7 @@ fn small() -> EngineConfig {
         max_waiting: 2,
         context_tokens: 64,
         local_prefill_tokens: 0,
+        reserve_ahead: 16,
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig::default(),
@@ -266,6 +267,7 @@ fn ask(engine: &mut Engine, runner: &mut dyn ModelRunner) -> anyhow::Result<Resu
         prefix: None,
         priority: 0,
         share: Share::default(),
+        parked: false,
     })?;
     let (mut events, mut out) = (Vec::new(), Vec::new());
     let step = engine.plan(Time(0), &mut events).context("a prompt to compute")?;

@@ -164,6 +164,7 @@ fn member(id: u64) -> Member {
         max_running: 0,
         context_tokens: 8192,
         draining: false,
+        late_targets: false,
     }
 }
 

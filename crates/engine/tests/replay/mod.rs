@@ -85,6 +85,7 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
         max_waiting: RUNNING,
         context_tokens: 1 << 20,
         local_prefill_tokens: 0,
+        reserve_ahead: 16,
         order: Order::Fcfs,
         overtakes: 0,
         cache,
@@ -140,5 +141,6 @@ fn sequence(number: usize, request: &Request, going_on: &mut BTreeSet<u32>, now:
         }),
         priority: 0,
         share: Share::default(),
+        parked: false,
     }
 }

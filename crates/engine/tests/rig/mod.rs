@@ -18,6 +18,7 @@ pub const LIMITS: EngineConfig = EngineConfig {
     max_waiting: 8,
     context_tokens: 1000,
     local_prefill_tokens: 1,
+    reserve_ahead: 16,
     order: Order::Fcfs,
     overtakes: 0,
     cache: CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru },
@@ -115,6 +116,7 @@ pub fn request(start: Start, prompt: u32, max_tokens: u32) -> NewSequence {
         prefix: None,
         priority: 0,
         share: Share::default(),
+        parked: false,
     }
 }
 

@@ -33,6 +33,7 @@ impl Scene {
             max_waiting: 4,
             context_tokens: 64,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
@@ -66,6 +67,7 @@ impl Scene {
             prefix: None,
             priority: 0,
             share: Share::default(),
+            parked: false,
         };
         self.engine.submit(new).unwrap();
         self.launch()

@@ -60,6 +60,8 @@ pub struct PlacementInput<'a> {
     pub block_size: u32,
     /// When its tokens have to come, where that is predicted.
     pub slo: Slo,
+    /// Decode blocks are reserved while a prompt waits where it has to wait for at least so long, in seconds.
+    pub late: f64,
     /// Seconds that predictions of the first token, and of the time from token to token, leave out.
     pub delays: (f64, f64),
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
@@ -122,6 +124,9 @@ pub struct Chosen {
     pub why: Option<Why>,
     /// Number of the placement, which [`crate::Fleet::place`] gives it.
     pub number: u64,
+    /// Decode blocks are to be reserved only when the prompt's turn is near at the prefill worker: it has to wait there
+    /// ([`crate::Fleet::reserve_late`]).
+    pub late: bool,
 }
 
 /// Why a request was placed where it was.
@@ -176,7 +181,7 @@ impl Terms {
 
 impl From<Placed> for Chosen {
     fn from(placed: Placed) -> Chosen {
-        Chosen { placed, why: None, number: 0 }
+        Chosen { placed, why: None, number: 0, late: false }
     }
 }
 

@@ -78,7 +78,7 @@ impl Placement for Predicted {
             for prefill in pairs.filter(|_| paired <= DECODES) {
                 let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.worker.id) };
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
-                options.push((prefill.split(answer, &soon), placed, (missing, prefill.worker.in_flight)));
+                options.push((prefill.split(answer, &soon, request.late), placed, (missing, prefill.worker.in_flight)));
             }
         }
         for (terms, ..) in &mut options {
@@ -114,7 +114,7 @@ impl Predicted {
         let (terms, placed, _) = *alike.min_by_key(rank).unwrap_or(&options[0]);
         let others = options.iter().filter(|(_, other, _)| *other != placed);
         let next = others.min_by(|a, b| sum(a).total_cmp(&sum(b))).map(|(terms, placed, _)| (*placed, *terms));
-        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0 })
+        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0, late: false })
     }
 
     /// A number that orders equals, another one in each turn.
@@ -184,9 +184,11 @@ impl<'a> Outlook<'a> {
     }
 
     /// A prefill worker computes the prompt for a decode worker with this `answer`.
-    fn split(&self, answer: &Terms, soon: &Soon) -> Terms {
+    fn split(&self, answer: &Terms, soon: &Soon, late: f64) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
-        Terms { queue, compute, others: answer.others + soon.behind * compute, ..*answer }
+        // Blocks that are reserved late come free while the prompt waits.
+        let room = if queue >= late { (answer.room - queue).max(0.0) } else { answer.room };
+        Terms { room, queue, compute, others: answer.others + soon.behind * compute, ..*answer }
     }
 
     /// A decode worker computes the prompt itself: the answers beside it wait.

@@ -27,6 +27,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     answer: 100,
     block_size: 16,
     slo: Slo { first_token: None, token: None },
+    late: f64::INFINITY,
     delays: (0.0, 0.0),
     split: true,
     decode: None,

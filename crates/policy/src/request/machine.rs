@@ -92,14 +92,16 @@ impl RequestMachine {
         }
         match input {
             Input::Placed(placed) => self.on_placed(placed, out),
+            Input::PlacedLate(placed) => self.on_placed_late(placed, out),
             Input::NotPlaced(failure) => self.on_not_placed(failure, out),
+            Input::Due => self.on_due(out),
             Input::Reserved => self.on_reserved(out),
             Input::FirstToken { token, finish, cached_tokens } => {
                 self.on_first_token(token, finish, cached_tokens, out)
             }
             Input::Transferred => self.on_transferred(out),
             Input::Token(token) => self.on_token(token, out),
-            Input::Started { cached_tokens } => self.on_started(cached_tokens),
+            Input::Started { cached_tokens } => self.on_started(cached_tokens, out),
             Input::Finished(reason) => self.on_finished(reason, out),
             Input::DecodeLost(failure) => self.on_decode_lost(failure, out),
             Input::PrefillLost(failure) => self.on_prefill_lost(failure, out),
@@ -123,6 +125,21 @@ impl RequestMachine {
             (State::PlacingPrefill { decode }, Some(prefill)) => self.reserve(decode, prefill, out),
             (State::PlacingPrefill { decode }, None) => self.open_local(decode, out),
             _ => {}
+        }
+    }
+
+    fn on_placed_late(&mut self, placed: Placed, out: &mut Vec<Action>) {
+        match (self.state, placed.prefill) {
+            (State::Placing, Some(prefill)) => self.queue(placed.decode, prefill, out),
+            _ => self.on_placed(placed, out),
+        }
+    }
+
+    fn on_due(&mut self, out: &mut Vec<Action>) {
+        if let State::Queued { decode, prefill } = self.state {
+            self.decode_open = true;
+            self.state = State::Reserving { decode, prefill };
+            out.push(Action::OpenDecode { worker: decode, local: false });
         }
     }
 
@@ -163,18 +180,21 @@ impl RequestMachine {
     fn on_reserved(&mut self, out: &mut Vec<Action>) {
         match self.state {
             State::Reserving { decode, prefill } => {
-                self.prefill_open = true;
+                let waits = std::mem::replace(&mut self.prefill_open, true);
                 self.state = State::Prefilling { decode, prefill };
-                out.push(Action::RunPrefill { worker: prefill });
+                out.push(if waits { Action::SendTarget } else { Action::RunPrefill { worker: prefill } });
             }
             _ if self.decode_open => self.protocol_error("a reservation it was not asked for", out),
             _ => {}
         }
     }
 
-    fn on_started(&mut self, cached_tokens: u32) {
+    fn on_started(&mut self, cached_tokens: u32, out: &mut Vec<Action>) {
         if let State::Reserving { decode, .. } = self.state {
             // The decode worker's cache has nearly all of the prompt, so no handoff follows.
+            if std::mem::take(&mut self.prefill_open) {
+                out.push(Action::CancelPrefill);
+            }
             self.state = State::Decoding { decode, prefill: None };
         }
         self.note_cached(cached_tokens);
@@ -187,7 +207,13 @@ impl RequestMachine {
         cached_tokens: u32,
         out: &mut Vec<Action>,
     ) {
-        let State::Prefilling { decode, prefill } = self.state else { return };
+        let State::Prefilling { decode, prefill } = self.state else {
+            if let State::Queued { .. } | State::Reserving { .. } = self.state {
+                let wrong = "the prefill worker computed before it knew where to";
+                self.prefill_failed(Failure::new(ErrorKind::Internal, wrong), out);
+            }
+            return;
+        };
         if token.index as usize != self.base {
             let wrong = format!("the prefill worker numbered its token {}, not {}", token.index, self.base);
             return self.prefill_failed(Failure::new(ErrorKind::Internal, wrong), out);
@@ -280,7 +306,9 @@ impl RequestMachine {
     /// Gives up the worker that the request waits for.
     fn on_stalled(&mut self, failure: Failure, out: &mut Vec<Action>) {
         match self.state {
-            State::Prefilling { .. } | State::Transferring { .. } => self.prefill_failed(failure, out),
+            State::Queued { .. } | State::Prefilling { .. } | State::Transferring { .. } => {
+                self.prefill_failed(failure, out)
+            }
             State::Reserving { .. } | State::Decoding { .. } => self.restart(failure, out),
             _ => {}
         }
@@ -290,8 +318,12 @@ impl RequestMachine {
     /// reservation is given back, which fences its epoch (I3). A prefill worker then writes into a new reservation: another
     /// worker, or the same one over another path.
     fn prefill_failed(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        let (State::Prefilling { decode, prefill } | State::Transferring { decode, prefill }) = self.state else {
-            return;
+        let (decode, prefill) = match self.state {
+            State::Queued { decode, prefill }
+            | State::Reserving { decode, prefill }
+            | State::Prefilling { decode, prefill }
+            | State::Transferring { decode, prefill } => (decode, prefill),
+            _ => return,
         };
         // If only the path between the two workers broke, they may have another path, so neither is avoided.
         let (leg, culprit) = match failure.kind {
@@ -302,6 +334,10 @@ impl RequestMachine {
             return;
         }
         self.close(out);
+        if let State::Queued { .. } = self.state {
+            // No decode worker has anything of it yet.
+            return self.place(out);
+        }
         if self.recompute() {
             return self.open_local(decode, out);
         }
@@ -323,6 +359,7 @@ impl RequestMachine {
                 }
                 self.reserve(decode, prefill, out);
             }
+            State::Queued { .. } => self.prefill_failed(failure, out),
             _ => self.on_decode_lost(failure, out),
         }
     }

@@ -4,6 +4,9 @@
 //! and carries out the [`Action`]s. The machine knows no stream, no clock and no text. It guarantees that every index
 //! reaches the client once and in order (I4), and that every request ends (I5).
 //!
+//! The prefill worker may be asked first, when the prompt has to wait there (`PlacedLate`): Placing ─▶ Queued, then, once its turn is near
+//! (`Due`), Reserving.
+//!
 //! ```text
 //!              Placed(split)          Reserved          FirstToken           Transferred
 //!   Placing ────────────────▶ Reserving ─────▶ Prefilling ──────▶ Transferring ──────▶ Decoding ──▶ Finished
@@ -90,6 +93,13 @@ pub enum State {
     Placing,
     /// No worker could take the request; waiting before asking again.
     BackingOff,
+    /// The prompt waits at the prefill worker, and no blocks are reserved for it.
+    Queued {
+        /// The worker that will be asked for a reservation.
+        decode: WorkerId,
+        /// The worker where the prompt waits.
+        prefill: WorkerId,
+    },
     /// The decode stream is open; waiting for its reservation, or for the message that it needs none.
     Reserving {
         /// The worker that will decode.
@@ -134,8 +144,12 @@ pub enum State {
 pub enum Input {
     /// Answer to [`Action::Place`].
     Placed(Placed),
+    /// Answer to [`Action::Place`]: the same, but decode blocks are to be reserved only when the prompt's turn is near.
+    PlacedLate(Placed),
     /// Answer to [`Action::Place`]: no worker can take the request.
     NotPlaced(Failure),
+    /// The prompt's turn is near at the prefill worker.
+    Due,
     /// The decode worker reserved blocks.
     Reserved,
     /// The prefill worker sampled its token.
@@ -225,6 +239,13 @@ pub enum Action {
         /// The prefill worker.
         worker: WorkerId,
     },
+    /// Have the prompt, and the tokens emitted so far, wait at this prefill worker for [`Action::SendTarget`].
+    QueuePrefill {
+        /// The prefill worker.
+        worker: WorkerId,
+    },
+    /// Tell the prefill worker of the decode worker's reservation.
+    SendTarget,
     /// Send this token to the client.
     Emit(TokenOut),
     /// Drop the decode stream; the worker frees everything.

@@ -98,6 +98,15 @@ impl RequestMachine {
         self.state = State::Reserving { decode, prefill };
     }
 
+    /// Has the prompt wait at `prefill` before `decode` is asked for a reservation.
+    pub(super) fn queue(&mut self, decode: WorkerId, prefill: WorkerId, out: &mut Vec<Action>) {
+        self.close(out);
+        self.base = self.emitted.len();
+        self.prefill_open = true;
+        self.state = State::Queued { decode, prefill };
+        out.push(Action::QueuePrefill { worker: prefill });
+    }
+
     pub(super) fn protocol_error(&mut self, what: &str, out: &mut Vec<Action>) {
         self.restart(Failure::new(ErrorKind::Internal, format!("the decode worker sent {what}")), out);
     }
@@ -146,7 +155,10 @@ impl RequestMachine {
         let tells = matches!(failure.kind, Unavailable | PathLost | DataLoss | FailedPrecondition | Internal);
         if tells && failure.worker != Condition::Leaving {
             // A handoff that could not begin, or was given up, does not say which of the two workers failed.
-            let unclear = leg == Leg::Prefill && failure.kind == Unavailable && failure.worker == Condition::Usable;
+            let unclear = leg == Leg::Prefill
+                && failure.kind == Unavailable
+                && failure.worker == Condition::Usable
+                && !matches!(self.state, State::Queued { .. });
             out.push(Action::Blame(if unclear { Leg::Transfer } else { leg }));
         }
         // The router has checked the request, so a worker that refuses it may be the one that is wrong. A second one decides.

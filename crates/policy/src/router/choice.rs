@@ -24,7 +24,7 @@ use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
 use super::outliers::{Outcome, Subject, Verdict};
 use super::pace::{self, DecodePace};
-use crate::placement::{Placed, Slo};
+use crate::placement::{Chosen, Placed, Slo};
 use crate::prefixes::Prefixes;
 use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 
@@ -71,6 +71,8 @@ pub struct Patience {
 pub enum ChoiceInput {
     /// Answer to [`Effect::Place`].
     Placed(Result<Placed, Failure>),
+    /// Answer to [`Effect::Place`], for a request whose decode blocks are to be reserved late ([`crate::Chosen::late`]).
+    PlacedLate(Placed),
     /// A message of the decode stream.
     DecodeSaid(DecodeWord),
     /// The decode stream ended without a last message.
@@ -87,6 +89,16 @@ pub enum ChoiceInput {
     Stopping,
     /// The time of [`Choice::next_wake`] may have come.
     Wake,
+}
+
+impl From<Result<Chosen, Failure>> for ChoiceInput {
+    /// The answer to [`Effect::Place`].
+    fn from(chosen: Result<Chosen, Failure>) -> ChoiceInput {
+        match chosen {
+            Ok(Chosen { placed, late: true, .. }) => ChoiceInput::PlacedLate(placed),
+            other => ChoiceInput::Placed(other.map(|chosen| chosen.placed)),
+        }
+    }
 }
 
 /// The result of giving something to the client.
@@ -131,11 +143,13 @@ pub enum Effect {
     OpenPrefill {
         /// The prefill worker.
         worker: WorkerId,
-        /// Where the KV goes, as given in the decode worker's reservation.
-        target: Vec<u8>,
+        /// Where the KV goes, as given in the decode worker's reservation; `None`: [`Effect::SendTarget`] will say.
+        target: Option<Vec<u8>>,
         /// The same tokens as the decode stream's.
         sequence: Sequence,
     },
+    /// Send this target down the prefill stream, which was opened without one.
+    SendTarget(Vec<u8>),
     /// Drop the decode stream, which cancels it.
     DropDecode,
     /// Drop the prefill stream, which cancels it.
@@ -293,6 +307,10 @@ impl Choice {
                 (self.placed, self.placed_at) = (Some(placed), now);
                 self.tell(Input::Placed(placed), now);
             }
+            PlacedLate(placed) => {
+                (self.placed, self.placed_at) = (Some(placed), now);
+                self.tell(Input::PlacedLate(placed), now);
+            }
             Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now),
             DecodeSaid(word) if self.decode => self.decode_said(word, now),
             DecodeEnded(end) if self.decode => self.decode_ended(end, now),
@@ -345,7 +363,7 @@ impl Choice {
                     self.judge(Subject::Worker(prefill), Outcome::Worked(Some(time)));
                 }
                 PrefillWord::Transferred => self.judge(Subject::Pair { prefill, decode }, Outcome::Worked(None)),
-                PrefillWord::Scored(_) => {}
+                PrefillWord::Scored(_) | PrefillWord::Due => {}
             }
         }
         match word {
@@ -447,8 +465,17 @@ impl Choice {
             }
             Action::RunPrefill { worker } => {
                 (self.prefill, self.prefill_opened, self.progress) = (true, now, now);
-                let target = self.target.clone();
+                let target = Some(self.target.clone());
                 self.todo.push_back(Effect::OpenPrefill { worker, target, sequence: self.sequence(now) });
+            }
+            Action::QueuePrefill { worker } => {
+                self.tokens = self.sequence_so_far();
+                (self.prefill, self.prefill_opened, self.progress) = (true, now, now);
+                self.todo.push_back(Effect::OpenPrefill { worker, target: None, sequence: self.sequence(now) });
+            }
+            Action::SendTarget => {
+                self.progress = now;
+                self.todo.push_back(Effect::SendTarget(self.target.clone()));
             }
             Action::Emit(token) => {
                 self.emitted_at = now;

@@ -53,6 +53,8 @@ pub struct Fleet {
     joined: u64,
     /// Number of placements so far.
     placements: u64,
+    /// Where a prompt has to wait for so long, decode blocks are reserved late; `None`: never.
+    late: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -176,7 +178,14 @@ impl Fleet {
             block_size,
             joined,
             placements,
+            late: None,
         }
+    }
+
+    /// From now on decode blocks are reserved only when a prompt's turn is near, where it has to wait for so long at its prefill worker, as far
+    /// as that is predicted. So a queue of prompts holds no decode blocks.
+    pub fn reserve_late(&mut self, from: Option<Duration>) {
+        self.late = from;
     }
 
     /// Takes over a new view and returns what changed.
@@ -227,9 +236,22 @@ impl Fleet {
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
         let Ask { split, decode, tokens, slo, .. } = *ask;
-        let avoid = &ask.avoid;
-        let input =
-            PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, delays, sent, held, apart };
+        let (avoid, late) = (&ask.avoid, self.late.map_or(f64::INFINITY, |from| from.as_secs_f64()));
+        let input = PlacementInput {
+            model,
+            split,
+            decode,
+            avoid,
+            tokens,
+            answer,
+            block_size,
+            slo,
+            late,
+            delays,
+            sent,
+            held,
+            apart,
+        };
         let there = |id, worker: &Worker| !worker.lost || decode == Some(id);
         let well = |id, worker: &Worker| {
             there(id, worker) && (outliers.allows(Subject::Worker(id), now) || decode == Some(id))
@@ -266,8 +288,16 @@ impl Fleet {
         }
         let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, |worker| input.cached(worker)));
         prefixes.note(&ask.names, chosen.placed, now);
-        self.count(ask, chosen.placed, cached, answer, now);
+        chosen.late = ask.decode.is_none() && self.is_late(&chosen);
+        self.count(ask, &chosen, cached, answer, now);
         Ok(chosen)
+    }
+
+    /// Whether decode blocks are to be reserved late for a request that is placed so.
+    fn is_late(&self, chosen: &Chosen) -> bool {
+        let (Some(from), Some(prefill)) = (self.late, chosen.placed.prefill) else { return false };
+        let waits = chosen.why.map_or(0.0, |why| why.terms.queue);
+        waits >= from.as_secs_f64() && self.view.get(prefill).is_some_and(|member| member.late_targets)
     }
 
     /// Workers that are worth a look, where there are more than placement needs.
@@ -290,17 +320,17 @@ impl Fleet {
     }
 
     /// Counts a request that was placed in the loads of its workers. `cached`: tokens that its decode and its prefill worker need not compute.
-    fn count(&mut self, ask: &Ask, placed: Placed, cached: [u32; 2], answer: u32, now: Instant) {
-        let (size, number) = (self.block_size().max(1), self.placements);
+    fn count(&mut self, ask: &Ask, chosen: &Chosen, cached: [u32; 2], answer: u32, now: Instant) {
+        let (size, Chosen { placed, number, late, .. }) = (self.block_size().max(1), *chosen);
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
         let [at_decode, at_prefill] = cached;
         if let Some(worker) = placed.prefill.and_then(|id| self.workers.get_mut(&id)) {
-            worker.load.sent(number, prompt(at_prefill), 0, now);
+            worker.load.sent(number, prompt(at_prefill), 0, false, now);
         }
         if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
             let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
-            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
+            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, late, now);
         }
     }
 

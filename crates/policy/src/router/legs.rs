@@ -31,6 +31,8 @@ pub enum DecodeWord {
 /// A message of a prefill worker.
 #[derive(Clone, PartialEq, Debug)]
 pub enum PrefillWord {
+    /// The turn of a prompt that was sent without a target is near.
+    Due,
     /// Tokens of the prompt with their log probabilities, in order.
     Scored(Vec<TokenOut>),
     /// The token it sampled.
@@ -161,6 +163,7 @@ pub(super) fn decode_said(word: DecodeWord) -> Option<Input> {
 
 pub(super) fn prefill_said(word: PrefillWord) -> Option<Input> {
     Some(match word {
+        PrefillWord::Due => Input::Due,
         PrefillWord::Scored(_) => return None,
         PrefillWord::FirstToken { token, finish, cached_tokens } => Input::FirstToken { token, finish, cached_tokens },
         PrefillWord::Transferred => Input::Transferred,

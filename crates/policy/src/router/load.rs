@@ -30,6 +30,8 @@ struct Sent {
     opened: Option<Instant>,
     work: StepWork,
     blocks: u32,
+    /// Its stream is opened when its prompt's turn is near, whenever that is.
+    late: bool,
 }
 
 impl Load {
@@ -39,13 +41,13 @@ impl Load {
         self.forget(at);
     }
 
-    /// A request was placed here that adds so much.
-    pub fn sent(&mut self, number: u64, work: StepWork, blocks: u32, now: Instant) {
+    /// A request was placed here that adds so much. `late`: it opens its stream only when its prompt's turn is near elsewhere.
+    pub fn sent(&mut self, number: u64, work: StepWork, blocks: u32, late: bool, now: Instant) {
         if self.sent.len() >= MOST {
             self.forget(now);
         }
         if self.told.is_some() && self.sent.len() < MOST {
-            self.sent.push(Sent { number, placed: now, opened: None, work, blocks });
+            self.sent.push(Sent { number, placed: now, opened: None, work, blocks, late });
         }
     }
 
@@ -66,7 +68,7 @@ impl Load {
         let since = |sent: Instant| at.saturating_duration_since(sent);
         self.sent.retain(|sent| match sent.opened {
             Some(opened) => since(opened) < UNTOLD,
-            None => since(sent.placed) < LOST,
+            None => sent.late || since(sent.placed) < LOST,
         });
     }
 
@@ -111,30 +113,36 @@ mod tests {
     fn what_was_sent_counts_until_the_worker_says_so_itself() {
         let (mut load, begun, row) = (Load::default(), Instant::now(), StepWork::default().with_row(10));
         let at = |ms: u64| begun + Duration::from_millis(ms);
-        load.sent(1, row, 5, at(0));
+        load.sent(1, row, 5, false, at(0));
         assert_eq!(rows(&load), None, "nothing is known of it");
         let empty = Backlog { room: 100, ..Backlog::default() };
         load.told(empty, 1, at(1));
-        load.sent(2, row, 5, at(2));
-        load.sent(3, row, 5, at(3));
+        load.sent(2, row, 5, false, at(2));
+        load.sent(3, row, 5, false, at(3));
         assert_eq!(rows(&load), Some((2, 90)));
         load.opened(2, at(10));
         load.told(empty, 1, at(11));
         assert_eq!(rows(&load), Some((2, 90)), "it may not know of it yet");
         load.told(empty.with(row, 5), 1, at(12));
         assert_eq!(rows(&load), Some((2, 90)), "its own word, and one that was not opened");
-        load.sent(4, row, 5, at(20));
+        load.sent(4, row, 5, false, at(20));
         load.begun(4);
         assert_eq!(rows(&load), Some((2, 90)), "it needed nothing here");
         load.told(empty, 1, at(5003));
         assert_eq!(rows(&load), Some((0, 100)), "the other was never opened");
+        load.sent(5, row, 5, true, at(5003));
+        load.told(empty, 1, at(60_000));
+        assert_eq!(rows(&load), Some((1, 95)), "its prompt still waits elsewhere");
+        load.opened(5, at(60_001));
+        load.told(empty.with(row, 5), 1, at(60_010));
+        assert_eq!(rows(&load), Some((1, 95)), "its own word");
     }
 
     #[test]
     fn other_routers_do_alike() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 3, now);
-        load.sent(1, StepWork::default().with_row(10), 5, now);
+        load.sent(1, StepWork::default().with_row(10), 5, false, now);
         assert_eq!(rows(&load), Some((3, -15)));
     }
 
@@ -148,7 +156,7 @@ mod tests {
         load.told(Backlog { work, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
         assert_eq!((tokens(&load, 0), tokens(&load, 25), tokens(&load, 200)), (100, 75, 0));
         load.told(Backlog { cost, step_tokens: 50, ..Backlog::default() }, 1, at(200));
-        load.sent(1, work, 0, at(300));
+        load.sent(1, work, 0, false, at(300));
         assert_eq!(tokens(&load, 320), 100, "its stream is not open yet");
         load.opened(1, at(320));
         assert_eq!(tokens(&load, 340), 80);
@@ -164,7 +172,7 @@ mod tests {
     fn no_more_is_kept_than_may() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 1, now);
-        (0..2 * MOST).for_each(|at| load.sent(at as u64, StepWork::default().with_row(1), 1, now));
+        (0..2 * MOST).for_each(|at| load.sent(at as u64, StepWork::default().with_row(1), 1, false, now));
         assert_eq!(rows(&load), Some((MOST as u64, -(MOST as i64))));
     }
 }

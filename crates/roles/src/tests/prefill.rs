@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use baton_engine::Start;
 use baton_handoff::{TransferError, TransferStats, TransportKind};
-use baton_types::{SeqId, WorkerId};
+use baton_types::{ErrorKind, SeqId, WorkerId};
 
 use super::rig::{Rig, SEQ, compare, request, rewrite};
 use crate::prefill::{Answer, Command, Effect, Target};
@@ -18,9 +18,25 @@ fn rig() -> Rig<Prefill> {
     Rig::new(Prefill::new)
 }
 
+fn target() -> Target {
+    Target { tokens: 6, first: vec![0, 0] }
+}
+
 fn run() -> In {
-    let target = Target { tokens: 6, first: vec![0, 0] };
+    let target = Some(target());
     Input::Command(Command::Run { ticket: Ticket(7), new: request(Start::ComputeAndHold, 6), target })
+}
+
+fn run_late() -> In {
+    Input::Command(Command::Run { ticket: Ticket(7), new: request(Start::ComputeAndHold, 6), target: None })
+}
+
+fn aimed() -> In {
+    Input::Command(Command::Target { seq: SEQ, target: Ok(target()) })
+}
+
+fn misdirected() -> In {
+    Input::Command(Command::Target { seq: SEQ, target: Err((ErrorKind::InvalidArgument, "no".into())) })
 }
 
 fn turn() -> In {
@@ -55,6 +71,10 @@ fn stages() -> Vec<(&'static str, bool, Path)> {
     vec![
         ("nothing", false, vec![]),
         ("queued", false, vec![run]),
+        ("parked", false, vec![run_late]),
+        ("due", false, vec![run_late, turn]),
+        ("due, then queued", false, vec![run_late, turn, aimed]),
+        ("cancelled while due", false, vec![run_late, turn, cancel]),
         ("computed, transferring", false, vec![run, turn]),
         ("transferred", false, vec![run, turn, moved]),
         ("cancelled while transferring", false, vec![run, turn, cancel]),
@@ -67,6 +87,9 @@ fn stages() -> Vec<(&'static str, bool, Path)> {
 fn inputs() -> Vec<Named> {
     vec![
         ("Run", run),
+        ("Run, target follows", run_late),
+        ("Target", aimed),
+        ("No target", misdirected),
         ("Turn", turn),
         ("Cancel", cancel),
         ("Ended, verified", moved),
@@ -84,6 +107,7 @@ fn effect(effect: &Effect) -> String {
         Effect::Say(_, Answer::FirstToken { token, finish, .. }) => {
             format!("Say FirstToken {} {finish:?}", token.index)
         }
+        Effect::Say(_, Answer::Due) => "Say Due".into(),
         Effect::Say(_, Answer::Scored(tokens)) => format!("Say Scored {}", tokens.len()),
         Effect::Say(_, Answer::Transferred(stats)) => format!("Say Transferred {}", stats.bytes),
         Effect::Say(_, Answer::Failed(kind, _)) => format!("Say Failed {kind:?}"),
@@ -121,7 +145,7 @@ fn table() -> String {
             rig.said.clear();
             rig.input(input());
             let effects: Vec<String> = rig.said.iter().map(effect).collect();
-            writeln!(text, "{label:<18} {} -> {}", state(&rig), effects.join("; ")).unwrap();
+            writeln!(text, "{label:<20} {} -> {}", state(&rig), effects.join("; ")).unwrap();
         }
         text.push('\n');
     }

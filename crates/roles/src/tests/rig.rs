@@ -40,6 +40,7 @@ impl<R: RoleCore> Rig<R> {
             max_waiting: 2,
             context_tokens: 40,
             local_prefill_tokens: 0,
+            reserve_ahead: 16,
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig { max_blocks: 0, ..CacheConfig::default() },
@@ -106,6 +107,7 @@ pub(super) fn request(start: Start, tokens: u32) -> Box<NewSequence> {
         prefix: None,
         priority: 0,
         share: Share::default(),
+        parked: false,
     })
 }
 

@@ -174,14 +174,17 @@ impl World {
                 let now = self.clock_now(Process::Router(place));
                 let chosen = self.routers[place].place_held(&ask, request, now);
                 self.placed(place, request, chosen.as_ref().ok().copied());
-                let placed = chosen.map(|chosen| chosen.placed);
-                self.note(|| format!("router {place} places request {request}: {placed:?}"));
-                if let Err(failure) = &placed
+                self.note(|| {
+                    let (placed, late) =
+                        (chosen.as_ref().map(|chosen| chosen.placed), chosen.as_ref().is_ok_and(|chosen| chosen.late));
+                    format!("router {place} places request {request}{}: {placed:?}", if late { " late" } else { "" })
+                });
+                if let Err(failure) = &chosen
                     && failure.message.contains("no decode worker")
                 {
                     self.check_outage(place)?;
                 }
-                Ok(Some(ChoiceInput::Placed(placed)))
+                Ok(Some(ChoiceInput::from(chosen)))
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.drop_stream(place, request, Leg::Decode);
@@ -196,6 +199,10 @@ impl World {
                 let opened =
                     self.open_stream(place, request, worker, Leg::Prefill, |call| Up::Prefill { call, ask, target });
                 Ok(opened.err().map(ChoiceInput::PrefillEnded))
+            }
+            Effect::SendTarget(target) => {
+                self.send_target(place, request, target);
+                Ok(None)
             }
             Effect::DropDecode => {
                 self.drop_stream(place, request, Leg::Decode);

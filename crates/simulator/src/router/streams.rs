@@ -70,6 +70,15 @@ impl World {
         }
     }
 
+    /// Sends the target of a request whose prefill stream was opened without one.
+    pub(super) fn send_target(&mut self, place: Place, request: u64, target: Vec<u8>) {
+        let stream = self.routers[place].choices.get(&request).and_then(|flight| flight.prefill.as_ref());
+        let Some((call, link)) = stream.map(|stream| (stream.call, stream.link)) else { return };
+        if self.links.get(&link).is_some_and(|connection| connection.calls.contains(&call)) {
+            self.send_up(link, Up::Target { call, target });
+        }
+    }
+
     /// Handles a worker's message.
     pub(crate) fn router_heard(&mut self, link: Link, message: Down) -> Result<(), Violation> {
         let place = link.0;

@@ -96,6 +96,7 @@ impl<'a> Cluster<'a> {
             max_running: 512,
             context_tokens: 1 << 20,
             draining: false,
+            late_targets: true,
         };
         let view = Arc::new(View { members: (0..count).map(member).collect(), ..View::default() });
         let router = |_| {
@@ -265,7 +266,7 @@ impl<'a> Cluster<'a> {
                 }
                 Event::Finished { request_id, .. } => self.finished(number(&request_id.0)),
                 Event::Failed { request_id, error, .. } => panic!("request {} failed: {error}", request_id.0),
-                Event::Scored { .. } => {}
+                Event::Scored { .. } | Event::Due { .. } => {}
             }
         }
     }

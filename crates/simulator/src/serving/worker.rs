@@ -47,6 +47,7 @@ impl Worker {
             max_waiting: 1 << 20,
             context_tokens: 1 << 20,
             local_prefill_tokens: 64,
+            reserve_ahead: 16,
             order: Order::Priority,
             overtakes: 64,
             cache: CacheConfig::default(),
@@ -85,6 +86,7 @@ impl Worker {
             prefix: Some(prefix),
             priority: 0,
             share: Share::default(),
+            parked: false,
         };
         self.engine.submit(new).unwrap_or_else(|error| panic!("it takes every request: {error}"))
     }

@@ -164,6 +164,7 @@ impl Cluster {
             max_running: 0,
             context_tokens: CONTEXT,
             draining: false,
+            late_targets: true,
         };
         change(&mut member);
         worker.is(member.id);

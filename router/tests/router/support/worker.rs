@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::{Interceptor, InterceptorLayer};
 use tonic::transport::server::TcpIncoming;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use super::{CALLS, END};
 
@@ -77,6 +77,9 @@ pub enum Prefill {
 pub struct World {
     answers: Vec<Vec<u32>>,
     done: watch::Sender<HashSet<Vec<u8>>>,
+    /// Requests that came to prefill workers without a target; and whether the turn of such requests is near.
+    pub queued: watch::Sender<usize>,
+    pub due: watch::Sender<bool>,
     /// Number of tokens that decode workers have sent for split requests.
     decoded: watch::Sender<usize>,
     next_target: Mutex<u64>,
@@ -93,6 +96,8 @@ impl World {
         Arc::new(World {
             answers: answers.iter().map(ids).collect(),
             done: watch::Sender::default(),
+            queued: watch::Sender::new(0),
+            due: watch::Sender::new(false),
             decoded: watch::Sender::new(0),
             next_target: Mutex::new(0),
         })
@@ -451,8 +456,9 @@ fn scores(sequence: &v1::Sequence) -> Option<v1::Scored> {
 impl v1::prefill_server::Prefill for Service {
     type RunStream = Events<v1::PrefillEvent>;
 
-    async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
-        let v1::PrefillRequest { sequence, target } = request.into_inner();
+    async fn run(&self, request: Request<Streaming<v1::PrefillRequest>>) -> Result<Response<Self::RunStream>, Status> {
+        let mut requests = request.into_inner();
+        let v1::PrefillRequest { sequence, mut target, target_follows } = requests.message().await?.unwrap();
         let (sequence, shared) = (sequence.unwrap(), Arc::clone(&self.0));
         let plan = shared.prefill.lock().unwrap().pop_front().unwrap_or_default();
         shared.asked.send_modify(|asked| asked.push(sequence.clone()));
@@ -463,6 +469,19 @@ impl v1::prefill_server::Prefill for Service {
         tokio::spawn(async move {
             // What only later versions know has to be skipped.
             let _ = out.send(Ok(v1::PrefillEvent { event: None })).await;
+            if target_follows {
+                shared.world.queued.send_modify(|queued| *queued += 1);
+                let mut due = shared.world.due.subscribe();
+                tokio::select! {
+                    due = due.wait_for(|due| *due) => drop(due.unwrap()),
+                    () = out.closed() => return shared.dropped.send_modify(|dropped| *dropped += 1),
+                }
+                let event = Some(PrefillEvent::Due(v1::Due {}));
+                let _ = out.send(Ok(v1::PrefillEvent { event })).await;
+                let Ok(Some(follows)) = requests.message().await else { return };
+                assert!(follows.sequence.is_none(), "the target alone");
+                target = follows.target;
+            }
             let index = sequence.tokens.len() - sequence.prompt_tokens as usize;
             if let Some(scored) = scores(&sequence) {
                 let event = Some(PrefillEvent::Scored(scored));

@@ -48,6 +48,10 @@ fn split(decode: WorkerId, prefill: WorkerId) -> Input {
     Input::Placed(Placed { decode, prefill: Some(prefill) })
 }
 
+fn late(decode: WorkerId, prefill: WorkerId) -> Input {
+    Input::PlacedLate(Placed { decode, prefill: Some(prefill) })
+}
+
 fn local(decode: WorkerId) -> Input {
     Input::Placed(Placed { decode, prefill: None })
 }

@@ -15,11 +15,13 @@ fn any_reason() -> impl Strategy<Value = FinishReason> {
 
 /// Any input at all, sensible or not.
 fn any_input() -> impl Strategy<Value = Input> {
-    let worker = prop::sample::select(vec![D1, D2, P1, P2]);
+    let worker = || prop::sample::select(vec![D1, D2, P1, P2]);
     let any_token = (0u32..6, prop::bool::weighted(0.1))
         .prop_map(|(index, stray)| TokenOut { id: if stray { 5 } else { id_at(index) }, ..out(index) });
     prop_oneof![
-        3 => (worker.clone(), prop::option::of(worker)).prop_map(|(decode, prefill)| Input::Placed(Placed { decode, prefill })),
+        3 => (worker(), prop::option::of(worker())).prop_map(|(decode, prefill)| Input::Placed(Placed { decode, prefill })),
+        2 => (worker(), worker()).prop_map(|(decode, prefill)| late(decode, prefill)),
+        2 => Just(Input::Due),
         1 => any_failure().prop_map(Input::NotPlaced),
         3 => Just(Input::Reserved),
         1 => (0u32..9).prop_map(|cached_tokens| Input::Started { cached_tokens }),
@@ -56,7 +58,12 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
         Action::Place { .. } if luck.is_multiple_of(11) => vec![Input::NotPlaced(lost(ErrorKind::Unavailable))],
         Action::Place { decode: Some(d), .. } => vec![if luck.is_multiple_of(2) { split(*d, P2) } else { local(*d) }],
         Action::Place { split: false, .. } => vec![local(D1)],
-        Action::Place { .. } => vec![split(if luck.is_multiple_of(2) { D1 } else { D2 }, P1)],
+        Action::Place { .. } => {
+            let decode = if luck.is_multiple_of(2) { D1 } else { D2 };
+            vec![if luck.is_multiple_of(3) { late(decode, P1) } else { split(decode, P1) }]
+        }
+        Action::QueuePrefill { .. } if luck < 40 => vec![Input::PrefillLost(lost(kind))],
+        Action::QueuePrefill { .. } => vec![Input::Due],
         Action::OpenDecode { local: false, .. } if luck < 40 => vec![Input::DecodeLost(lost(kind))],
         Action::OpenDecode { local: false, .. } => vec![reserved()],
         Action::OpenDecode { local: true, .. } => {
@@ -64,11 +71,15 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
             let end = if luck < 60 { Input::DecodeLost(lost(kind)) } else { finished(FinishReason::Length) };
             (base..upto.min(8)).map(token).chain([end]).collect()
         }
-        Action::RunPrefill { .. } if luck < 30 => vec![Input::PrefillLost(lost(kind))],
-        Action::RunPrefill { .. } if luck < 50 => vec![first(base), Input::PrefillLost(lost(kind))],
-        Action::RunPrefill { .. } if luck < 60 => vec![first(base), Input::HandoffFailed(lost(kind))],
-        Action::RunPrefill { .. } if luck < 70 => vec![first(base), verify()],
-        Action::RunPrefill { .. } => {
+        Action::RunPrefill { .. } | Action::SendTarget if luck < 30 => vec![Input::PrefillLost(lost(kind))],
+        Action::RunPrefill { .. } | Action::SendTarget if luck < 50 => {
+            vec![first(base), Input::PrefillLost(lost(kind))]
+        }
+        Action::RunPrefill { .. } | Action::SendTarget if luck < 60 => {
+            vec![first(base), Input::HandoffFailed(lost(kind))]
+        }
+        Action::RunPrefill { .. } | Action::SendTarget if luck < 70 => vec![first(base), verify()],
+        Action::RunPrefill { .. } | Action::SendTarget => {
             // `luck` decides how the two streams interleave: the prefill stream's token comes somewhere among the decode tokens.
             let mut inputs: Vec<Input> = (base + 1..8).map(token).chain([finished(FinishReason::Length)]).collect();
             let at = luck as usize % (inputs.len() + 1);
@@ -103,7 +114,8 @@ proptest! {
                 let mut said = Vec::new();
                 machine.step(input, &mut said);
                 let asks = |a: &Action| matches!(a,
-                    Action::Place { .. } | Action::OpenDecode { .. } | Action::RunPrefill { .. } | Action::Backoff(_));
+                    Action::Place { .. } | Action::OpenDecode { .. } | Action::QueuePrefill { .. }
+                    | Action::RunPrefill { .. } | Action::SendTarget | Action::Backoff(_));
                 let next = said.iter().rfind(|a| asks(a)).cloned();
                 all.extend(said);
                 // A dropped stream sends nothing more.

@@ -20,6 +20,8 @@ fn states() -> Vec<(&'static str, Vec<Input>)> {
         ("placing", vec![]),
         ("placing again", vec![local(D1), token(0), decode_lost()]),
         ("backing off", vec![local(D1), decode_lost(), Input::NotPlaced(lost(ErrorKind::Unavailable))]),
+        ("queued", vec![late(D1, P1)]),
+        ("reserving late", vec![late(D1, P1), Input::Due]),
         ("reserving", vec![split(D1, P1)]),
         ("prefilling", prefilling.clone()),
         ("prefilling, decode ahead", with(prefilling.clone(), vec![token(1)])),
@@ -44,6 +46,8 @@ fn inputs() -> Vec<(&'static str, Input)> {
     vec![
         ("Placed split", split(D2, P2)),
         ("Placed local", local(D2)),
+        ("Placed late", late(D2, P2)),
+        ("Due", Input::Due),
         ("NotPlaced", Input::NotPlaced(lost(ErrorKind::Unavailable))),
         ("Reserved", reserved()),
         ("FirstToken 0", first(0)),
@@ -78,6 +82,7 @@ pub(crate) fn state(state: State) -> String {
     match state {
         State::Placing => "Placing".into(),
         State::BackingOff => "BackingOff".into(),
+        State::Queued { decode, prefill } => format!("Queued {decode} {prefill}"),
         State::Reserving { decode, prefill } => format!("Reserving {decode} {prefill}"),
         State::PlacingPrefill { decode } => format!("PlacingPrefill {decode}"),
         State::Prefilling { decode, prefill } => format!("Prefilling {decode} {prefill}"),
@@ -99,6 +104,8 @@ fn action(action: &Action) -> String {
             format!("OpenDecode {worker}{}", if *local { " locally" } else { "" })
         }
         Action::RunPrefill { worker } => format!("RunPrefill {worker}"),
+        Action::QueuePrefill { worker } => format!("QueuePrefill {worker}"),
+        Action::SendTarget => "SendTarget".into(),
         Action::Emit(t) => format!("Emit {}", t.index),
         Action::CancelDecode => "CancelDecode".into(),
         Action::CancelPrefill => "CancelPrefill".into(),

@@ -118,7 +118,8 @@ fn streams_are_opened_for_what_the_client_has_and_the_time_that_is_left() {
     scene.now += DEADLINE / 2;
     let effects = scene.step(reserved());
     let [Effect::OpenPrefill { worker: P1, target, sequence }] = effects.as_slice() else { panic!("{effects:?}") };
-    assert_eq!((target.as_slice(), &sequence.tokens[..], sequence.prompt_tokens), (&[7][..], &[1, 2][..], 2));
+    let target = target.as_deref();
+    assert_eq!((target, &sequence.tokens[..], sequence.prompt_tokens), (Some(&[7][..]), &[1, 2][..], 2));
     assert_eq!(sequence.time_left, DEADLINE / 2);
     scene.step(first(0));
     scene.step(token(1));
@@ -126,6 +127,25 @@ fn streams_are_opened_for_what_the_client_has_and_the_time_that_is_left() {
     let effects = scene.step(local(D2));
     let [Effect::OpenDecode { worker: D2, local: true, sequence }] = effects.as_slice() else { panic!("{effects:?}") };
     assert_eq!((&sequence.tokens[..], sequence.prompt_tokens), (&[1, 2, 10, 11][..], 2), "I4");
+}
+
+#[test]
+fn decode_blocks_are_asked_for_when_the_prompts_turn_is_near() {
+    let mut scene = Scene::new();
+    let queued = scene.step(late(D1, P1));
+    let [Effect::OpenPrefill { worker: P1, target: None, sequence }] = queued.as_slice() else { panic!("{queued:?}") };
+    assert_eq!(&sequence.tokens[..], [1, 2]);
+    let due = scene.step(due());
+    let [Effect::OpenDecode { worker: D1, local: false, sequence }] = due.as_slice() else { panic!("{due:?}") };
+    assert_eq!(&sequence.tokens[..], [1, 2]);
+    assert_eq!(scene.step(reserved()), [Effect::SendTarget(vec![7])]);
+    scene.step(first(0));
+    scene.step(token(1));
+    assert_eq!(scene.emitted(), [0, 1]);
+    // The decode worker has the prompt: nobody needs to compute it.
+    let mut cached = Scene::after([late(D1, P1), super::due()]);
+    let started = cached.step(ChoiceInput::DecodeSaid(DecodeWord::Started { cached_tokens: 1 }));
+    assert_eq!(started, [Effect::DropPrefill]);
 }
 
 #[test]

@@ -22,6 +22,7 @@ fn member(id: WorkerId, role: Role) -> Member {
         max_running: 0,
         context_tokens: 128,
         draining: false,
+        late_targets: true,
     }
 }
 

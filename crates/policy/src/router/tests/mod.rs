@@ -23,6 +23,14 @@ fn split(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
     ChoiceInput::Placed(Ok(Placed { decode, prefill: Some(prefill) }))
 }
 
+fn late(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
+    ChoiceInput::PlacedLate(Placed { decode, prefill: Some(prefill) })
+}
+
+fn due() -> ChoiceInput {
+    ChoiceInput::PrefillSaid(PrefillWord::Due)
+}
+
 fn local(decode: WorkerId) -> ChoiceInput {
     ChoiceInput::Placed(Ok(Placed { decode, prefill: None }))
 }

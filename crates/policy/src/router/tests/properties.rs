@@ -18,6 +18,8 @@ fn any_input() -> impl Strategy<Value = ChoiceInput> {
     prop_oneof![
         2 => Just(split(D1, P1)),
         1 => Just(split(D2, P2)),
+        1 => Just(late(D1, P1)),
+        2 => Just(due()),
         1 => Just(local(D2)),
         1 => Just(nobody()),
         3 => Just(reserved()),

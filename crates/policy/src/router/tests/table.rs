@@ -17,6 +17,9 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("placing", Scene::new()),
         ("placing again", Scene::after([local(D1), token(0), decode_lost()])),
         ("backing off", Scene::after([local(D1), token(0), decode_lost(), nobody()])),
+        ("queued", Scene::after([late(D1, P1)])),
+        ("reserving late", Scene::after([late(D1, P1), due()])),
+        ("prefilling late", Scene::after([late(D1, P1), due(), reserved()])),
         ("reserving", Scene::after([split(D1, P1)])),
         ("prefilling", more(vec![])),
         ("prefilling, decode ahead", more(vec![token(1)])),
@@ -41,6 +44,7 @@ fn inputs() -> Vec<(&'static str, ChoiceInput)> {
     vec![
         ("Placed split", split(D2, P2)),
         ("Placed local", local(D2)),
+        ("Placed late", late(D2, P2)),
         ("Placed nobody", nobody()),
         ("Decode: reserved", reserved()),
         ("Decode: started", ChoiceInput::DecodeSaid(started)),
@@ -56,6 +60,7 @@ fn inputs() -> Vec<(&'static str, ChoiceInput)> {
         ("Decode lost", decode_ended(lost(false))),
         ("Decode drains", decode_ended(LegEnd::Draining { message: "no".into() })),
         ("Decode left", decode_ended(LegEnd::Left { worker: D1 })),
+        ("Prefill: due", due()),
         ("Prefill: token 0", first(0)),
         ("Prefill: token 0, ends", ChoiceInput::PrefillSaid(ends)),
         ("Prefill: transferred", transferred()),
@@ -85,7 +90,11 @@ fn effect(effect: &Effect) -> String {
         Effect::OpenDecode { worker, local, sequence } => {
             format!("OpenDecode {worker}{} with {}", if *local { " locally" } else { "" }, sequence.tokens.len())
         }
-        Effect::OpenPrefill { worker, sequence, .. } => format!("OpenPrefill {worker} with {}", sequence.tokens.len()),
+        Effect::OpenPrefill { worker, target, sequence } => {
+            let late = if target.is_none() { " without a target" } else { "" };
+            format!("OpenPrefill {worker} with {}{late}", sequence.tokens.len())
+        }
+        Effect::SendTarget(_) => "SendTarget".into(),
         Effect::DropDecode => "DropDecode".into(),
         Effect::DropPrefill => "DropPrefill".into(),
         Effect::Emit(t) => format!("Emit {}", t.index),
