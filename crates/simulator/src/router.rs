@@ -53,7 +53,7 @@ impl Router {
         let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,
-            fleet: Fleet::new("m", placement),
+            fleet: Fleet::new("m", placement, life),
             // Some forget much of it.
             index: KvIndex::new(if life.is_multiple_of(3) { 8 } else { 1000 }),
             follow,

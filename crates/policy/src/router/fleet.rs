@@ -3,7 +3,7 @@
 //! The shell that drives the fleet gives it each new view of the registry, passes on what choices ask, and connects and
 //! probes as the fleet says. The fleet knows no connection and nothing about requests.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -15,15 +15,16 @@ use baton_types::{WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
-use super::load::Load;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
 use crate::placement::{Chosen, Placed, Placement, Terms};
 use crate::prefixes::Prefixes;
 
 mod placing;
+mod roster;
 
 pub use placing::Ask;
+use roster::{Roster, Worker, works};
 
 /// How often a lost worker is asked whether it is back.
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
@@ -40,7 +41,7 @@ const USUAL_BLOCK: u32 = 16;
 pub struct Fleet {
     model: String,
     view: Arc<View>,
-    workers: BTreeMap<WorkerId, Worker>,
+    roster: Roster,
     placement: Box<dyn Placement>,
     prefixes: Prefixes,
     outliers: Outliers,
@@ -48,25 +49,11 @@ pub struct Fleet {
     answer: f64,
     /// What predictions of the first token, and of the time from token to token, leave out.
     calibrations: (Calibration, Calibration),
-    /// Workers of the model by role, prefill first, in the order of their ids.
-    roles: [Vec<WorkerId>; 2],
     block_size: u32,
-    /// Number of joins so far.
-    joined: u64,
     /// Number of placements so far.
     placements: u64,
-}
-
-#[derive(Debug)]
-struct Worker {
-    /// Number of this join. It distinguishes a worker that left and came back from its earlier join.
-    joined: u64,
-    in_flight: Arc<AtomicU32>,
-    /// Set from a failure of its connection until it answers again.
-    lost: bool,
-    /// The worker itself said that it drains. Its registration may say so later, or never (I7).
-    draining: bool,
-    load: Load,
+    /// A number of this router's own: where others place their requests at the same time, it takes other ones of equal workers.
+    seed: u64,
 }
 
 /// The workers that joined and left with a view.
@@ -108,12 +95,6 @@ pub struct WorkerState<'a> {
     pub in_flight: u32,
 }
 
-impl Worker {
-    fn in_flight(&self) -> u32 {
-        self.in_flight.load(Ordering::Relaxed)
-    }
-}
-
 impl WorkerLease {
     /// The worker in use.
     pub fn worker(&self) -> WorkerId {
@@ -140,51 +121,27 @@ impl Probe {
 }
 
 impl Fleet {
-    /// A fleet without workers. All requests are for this model.
-    pub fn new(model: &str, placement: Box<dyn Placement>) -> Fleet {
-        let (view, workers) = (Arc::default(), BTreeMap::new());
-        let (prefixes, outliers) = (Prefixes::new(PREFIXES), Outliers::default());
-        let (model, answer, roles) = (model.to_owned(), FIRST_ANSWER, Default::default());
-        let (block_size, joined, placements, calibrations) = (USUAL_BLOCK, 0, 0, Default::default());
+    /// A fleet without workers. All requests are for this model. `seed`: a random number, another one for each router.
+    pub fn new(model: &str, placement: Box<dyn Placement>, seed: u64) -> Fleet {
         Fleet {
-            model,
-            view,
-            workers,
+            model: model.to_owned(),
+            view: Arc::default(),
+            roster: Roster::default(),
             placement,
-            prefixes,
-            outliers,
-            answer,
-            calibrations,
-            roles,
-            block_size,
-            joined,
-            placements,
+            prefixes: Prefixes::new(PREFIXES),
+            outliers: Outliers::default(),
+            answer: FIRST_ANSWER,
+            calibrations: Default::default(),
+            block_size: USUAL_BLOCK,
+            placements: 0,
+            seed,
         }
     }
 
     /// Takes over a new view and returns what changed.
     pub fn update(&mut self, view: Arc<View>) -> Changes {
-        let mut changes = Changes::default();
-        self.workers.retain(|id, _| {
-            let stays = view.get(*id).is_some();
-            if !stays {
-                changes.left.push(*id);
-            }
-            stays
-        });
-        for member in view.members.iter().filter(|m| works(m)) {
-            if !self.workers.contains_key(&member.id) {
-                self.joined += 1;
-                let (joined, in_flight, load) = (self.joined, Arc::default(), Load::default());
-                self.workers.insert(member.id, Worker { joined, in_flight, lost: false, draining: false, load });
-                changes.joined.push(member.clone());
-            }
-        }
+        let changes = self.roster.update(&view, &self.model);
         changes.left.iter().for_each(|id| self.outliers.forget(*id));
-        self.roles = [Role::Prefill, Role::Decode].map(|role| {
-            let serves = |m: &&Member| m.role == role && m.model == self.model;
-            view.members.iter().filter(serves).map(|m| m.id).collect()
-        });
         self.view = view;
         self.block_size = self.usual_block_size();
         changes
@@ -192,7 +149,7 @@ impl Fleet {
 
     /// Removes a worker to which no connection is possible. It is not chosen, and joins again with the next view.
     pub fn unusable(&mut self, worker: WorkerId) {
-        self.workers.remove(&worker);
+        self.roster.remove(worker);
     }
 
     /// A request that was placed with these predictions had its first token after `first` seconds, and then one each `token` seconds, if it had
@@ -217,14 +174,14 @@ impl Fleet {
 
     /// Nothing is heard of a worker any more: what it said is of no use.
     pub fn untold(&mut self, worker: WorkerId) {
-        if let Some(worker) = self.workers.get_mut(&worker) {
-            worker.load = Load::default();
+        if let Some(worker) = self.roster.get_mut(worker) {
+            worker.load = Default::default();
         }
     }
 
     /// A worker says what it had to do at that time, and how many routers hear it.
     pub fn told(&mut self, worker: WorkerId, backlog: Backlog, routers: u32, at: Instant) {
-        if let Some(worker) = self.workers.get_mut(&worker) {
+        if let Some(worker) = self.roster.get_mut(worker) {
             worker.load.told(backlog, routers, at);
         }
     }
@@ -234,15 +191,13 @@ impl Fleet {
         let equals = match verdict.on {
             Subject::Pair { prefill, decode } => {
                 // A record of workers that have left would stay for ever.
-                let here = self.workers.contains_key(&prefill) && self.workers.contains_key(&decode);
+                let here = [prefill, decode].iter().all(|id| self.roster.get(*id).is_some());
                 here.then(Vec::new)?
             }
             Subject::Worker(id) => {
-                let Member { role, model, .. } = self.view.get(id).filter(|_| self.workers.contains_key(&id))?;
-                let serves =
-                    |m: &Member| self.workers.get(&m.id).is_some_and(|w| !w.lost && !w.draining) && !m.draining;
-                let equal = |m: &&Member| m.role == *role && m.model == *model && (m.id == id || serves(m));
-                self.view.members.iter().filter(equal).map(|m| m.id).collect()
+                let role = self.roster.get(id)?.role;
+                let equal = |w: &&Worker| w.role == role && (w.id == id || !(w.lost || w.drains()));
+                self.roster.serving().filter(equal).map(|worker| worker.id).collect()
             }
         };
         self.outliers.judge(verdict, &equals, now)
@@ -256,7 +211,7 @@ impl Fleet {
 
     /// The stream to a worker is opened for the request with this placement.
     pub fn opened(&mut self, worker: WorkerId, number: u64, now: Instant) {
-        if let Some(worker) = self.workers.get_mut(&worker) {
+        if let Some(worker) = self.roster.get_mut(worker) {
             worker.load.opened(number, now);
         }
     }
@@ -264,7 +219,7 @@ impl Fleet {
     /// The request with this placement has begun to answer, or has ended: its workers know of it, or will never.
     pub fn begun(&mut self, chosen: &Chosen) {
         for id in [Some(chosen.placed.decode), chosen.placed.prefill].into_iter().flatten() {
-            if let Some(worker) = self.workers.get_mut(&id) {
+            if let Some(worker) = self.roster.get_mut(id) {
                 worker.load.begun(chosen.number);
             }
         }
@@ -275,7 +230,7 @@ impl Fleet {
     /// # Errors
     /// [`LegEnd::Left`]: the worker is no longer in the view.
     pub fn lease(&self, worker: WorkerId) -> Result<WorkerLease, LegEnd> {
-        let used = self.workers.get(&worker).ok_or(LegEnd::Left { worker })?;
+        let used = self.roster.get(worker).ok_or(LegEnd::Left { worker })?;
         used.in_flight.fetch_add(1, Ordering::Relaxed);
         Ok(WorkerLease { worker, joined: used.joined, in_flight: Arc::clone(&used.in_flight) })
     }
@@ -308,11 +263,7 @@ impl Fleet {
 
     /// Why no request can be served now; None when one can.
     pub fn not_ready(&self) -> Option<String> {
-        let usable = |m: &Member| {
-            let takes = self.workers.get(&m.id).is_some_and(|worker| !worker.draining) && !m.draining;
-            m.role == Role::Decode && m.model == self.model && takes
-        };
-        let none = !self.view.members.iter().any(usable);
+        let none = !self.roster.serving().any(|worker| worker.role == Role::Decode && !worker.drains());
         none.then(|| format!("no decode worker for model {:?} yet", self.model))
     }
 
@@ -343,7 +294,7 @@ impl Fleet {
 
     fn usual_block_size(&self) -> u32 {
         let serves = |m: &&Member| m.role == Role::Decode && m.model == self.model && !m.draining && m.block_size > 0;
-        let joined = |m: &&Member| self.workers.get(&m.id).map_or(u64::MAX, |worker| worker.joined);
+        let joined = |m: &&Member| self.roster.get(m.id).map_or(u64::MAX, |worker| worker.joined);
         let first = self.view.members.iter().filter(serves).min_by_key(joined);
         first.map_or(USUAL_BLOCK, |member| member.block_size)
     }
@@ -361,7 +312,7 @@ impl Fleet {
     /// All members of the view, including those that are not workers.
     pub fn members(&self) -> impl Iterator<Item = WorkerState<'_>> {
         self.view.members.iter().map(|member| {
-            let worker = self.workers.get(&member.id);
+            let worker = self.roster.get(member.id);
             let (lost, in_flight) = worker.map_or((false, 0), |worker| (worker.lost, worker.in_flight()));
             let ejected = self.outliers.is_ejected(Subject::Worker(member.id));
             WorkerState { member, lost, ejected, in_flight }
@@ -370,18 +321,13 @@ impl Fleet {
 
     /// The worker, unless it has left since this join.
     fn of(&mut self, worker: WorkerId, joined: u64) -> Option<&mut Worker> {
-        self.workers.get_mut(&worker).filter(|worker| worker.joined == joined)
+        self.roster.get_mut(worker).filter(|worker| worker.joined == joined)
     }
 }
 
 impl std::fmt::Debug for Fleet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Fleet { model, view, workers, .. } = self;
-        f.debug_struct("Fleet").field("model", model).field("view", view).field("workers", workers).finish()
+        let Fleet { model, view, roster, .. } = self;
+        f.debug_struct("Fleet").field("model", model).field("view", view).field("roster", roster).finish()
     }
-}
-
-/// True for members that run requests.
-fn works(member: &Member) -> bool {
-    matches!(member.role, Role::Prefill | Role::Decode)
 }

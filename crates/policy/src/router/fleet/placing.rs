@@ -1,17 +1,16 @@
 //! Where the next request goes.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
 use baton_kv_cache::BlockName;
 use baton_latency::StepWork;
-use baton_membership::Member;
 use baton_types::{BatonError, WorkerId};
 
-use super::{Fleet, Worker, works};
+use super::Fleet;
+use super::roster::{Fit, Worker};
 use crate::kv_index::Holder;
-use crate::placement::{Candidate, Chosen, Held, Placed, PlacementError, PlacementInput, Slo};
+use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Slo};
 use crate::request::Failure;
 use crate::router::outliers::Subject;
 
@@ -42,36 +41,44 @@ impl Fleet {
     /// Why no worker can take the request.
     pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Chosen, Failure> {
         self.placements = self.placements.wrapping_add(1);
-        let block_size = self.block_size();
-        let some = self.some(held, ask);
+        let (block_size, turn) = (self.block_size(), self.seed.wrapping_add(self.placements));
         let delays = (self.calibrations.0.delay(), self.calibrations.1.delay());
-        let Fleet { model, view, workers, placement, prefixes, outliers, .. } = self;
+        let Fleet { model, roster, placement, prefixes, outliers, .. } = self;
+        let seen = held.iter().map(|holder| holder.worker).chain(ask.decode);
+        let some = roster.some(placement.looks_at(), seen, turn);
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
-        let Ask { split, decode, tokens, slo, .. } = *ask;
-        let avoid = &ask.avoid;
-        let input =
-            PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, delays, sent, held, apart };
-        let there = |id, worker: &Worker| !worker.lost || decode == Some(id);
-        let well = |id, worker: &Worker| {
-            there(id, worker) && (outliers.allows(Subject::Worker(id), now) || decode == Some(id))
+        let Ask { ref avoid, split, decode, tokens, slo, .. } = *ask;
+        let input = PlacementInput {
+            model,
+            split,
+            decode,
+            avoid,
+            apart,
+            tokens,
+            answer,
+            block_size,
+            slo,
+            delays,
+            held,
+            sent,
+            turn,
         };
-        let some: Option<Vec<&Member>> = some.map(|some| some.iter().filter_map(|id| view.get(*id)).collect());
+        let there = |worker: &Worker| !worker.lost || decode == Some(worker.id);
+        let well = |worker: &Worker| {
+            there(worker) && (outliers.allows(Subject::Worker(worker.id), now) || decode == Some(worker.id))
+        };
         // Those that are looked at may all be unfit: then all are.
-        let tries: [(Option<&[&Member]>, Which<'_>); 4] =
-            [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_, _| true)];
+        let tries: [(Option<&[usize]>, Fit<'_>); 4] =
+            [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_| true)];
         let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
-        for (members, which) in tries {
-            let found = match members {
-                Some(members) => candidates(members.iter().copied(), workers, now, which),
-                None => candidates(view.members.iter(), workers, now, which),
-            };
-            chosen = placement.place(&found, &input);
+        for (places, fit) in tries {
+            chosen = placement.place(&roster.candidates(places, model, now, fit), &input);
             match chosen {
                 Ok(_) => break,
                 // Workers that are lost, or do worse than others, are no faster. But those that were looked at may not be the fastest.
-                Err(PlacementError::Late(_)) if members.is_none() => break,
+                Err(PlacementError::Late(_)) if places.is_none() => break,
                 Err(_) => {}
             }
         }
@@ -93,55 +100,18 @@ impl Fleet {
         Ok(chosen)
     }
 
-    /// Workers that are worth a look, where there are more than placement needs.
-    fn some(&self, held: &[Holder], ask: &Ask) -> Option<BTreeSet<WorkerId>> {
-        let most = self.placement.looks_at();
-        if self.roles.iter().all(|role| role.len() <= most.saturating_mul(2)) {
-            return None;
-        }
-        let mut some: BTreeSet<WorkerId> = held.iter().map(|holder| holder.worker).chain(ask.decode).collect();
-        for role in self.roles.iter().filter(|role| !role.is_empty()) {
-            let mut at = self.placements;
-            for _ in 0..most {
-                // SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-                at = at.wrapping_add(0x9e37_79b9_7f4a_7c15);
-                let mixed = (at ^ at >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-                some.insert(role[(mixed ^ mixed >> 27) as usize % role.len()]);
-            }
-        }
-        Some(some)
-    }
-
     /// Counts a request that was placed in the loads of its workers. `cached`: tokens that its decode and its prefill worker need not compute.
     fn count(&mut self, ask: &Ask, placed: Placed, cached: [u32; 2], answer: u32, now: Instant) {
         let (size, number) = (self.block_size().max(1), self.placements);
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
         let [at_decode, at_prefill] = cached;
-        if let Some(worker) = placed.prefill.and_then(|id| self.workers.get_mut(&id)) {
+        if let Some(worker) = placed.prefill.and_then(|id| self.roster.get_mut(id)) {
             worker.load.sent(number, prompt(at_prefill), 0, now);
         }
-        if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
+        if let Some(worker) = self.roster.get_mut(placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
             let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
             worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
         }
     }
-}
-
-/// Which workers are candidates.
-type Which<'a> = &'a dyn Fn(WorkerId, &Worker) -> bool;
-
-fn candidates<'a>(
-    members: impl Iterator<Item = &'a Member>,
-    workers: &BTreeMap<WorkerId, Worker>,
-    now: Instant,
-    which: impl Fn(WorkerId, &Worker) -> bool,
-) -> Vec<Candidate<'a>> {
-    let candidate = |m: &'a Member| {
-        let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
-        let (draining, in_flight, load) =
-            (m.draining || worker.draining, worker.in_flight(), worker.load.now(worker.in_flight(), now));
-        Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight, load })
-    };
-    members.filter(|m| works(m)).filter_map(candidate).collect()
 }
