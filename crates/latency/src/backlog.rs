@@ -1,8 +1,6 @@
 //! What a worker has to do, and how long it will take for more.
 
-use std::time::Duration;
-
-use crate::step::seconds;
+use crate::step::bounded;
 use crate::{StepCost, StepWork};
 
 /// What a worker has to do, and what that costs there.
@@ -35,15 +33,17 @@ pub struct Coming {
 const OVERTAKEN: f64 = 1.15;
 
 impl Backlog {
-    /// How long it takes until the prompts that are here are computed.
-    pub fn queue(&self) -> Duration {
+    /// How long it takes until the prompts that are here are computed, in seconds.
+    #[inline]
+    pub fn queue(&self) -> f64 {
         self.cost.prompts(&self.work, self.step_tokens.into())
     }
 
-    /// How long a prompt that lacks so many tokens waits for those that are here.
-    pub fn wait(&self, missing: u64) -> Duration {
+    /// How long a prompt that lacks so many tokens waits for those that are here, in seconds.
+    #[inline]
+    pub fn wait(&self, missing: u64) -> f64 {
         if missing > self.spare.into() {
-            return seconds(self.queue().as_secs_f64() * OVERTAKEN);
+            return bounded(self.queue() * OVERTAKEN);
         }
         let Backlog { work, step_tokens, .. } = self;
         let share = (f64::from(*step_tokens) / work.tokens.max(1) as f64).min(1.0);
@@ -55,9 +55,10 @@ impl Backlog {
         self.cost.prompts(&step, (*step_tokens).into())
     }
 
-    /// How long the missing tokens of one more prompt take, once it is its turn: those from position `cached` on. Steps also compute what
+    /// How many seconds the missing tokens of one more prompt take, once it is its turn: those from position `cached` on. Steps also compute what
     /// answers need.
-    pub fn prompt(&self, cached: u64, tokens: u64) -> Duration {
+    #[inline]
+    pub fn prompt(&self, cached: u64, tokens: u64) -> f64 {
         let rows = StepWork { tokens: 0, pairs: 0, ..self.work };
         self.cost.prompts(&rows.with_prompt(cached.min(tokens), tokens), self.step_tokens.into())
     }
@@ -86,18 +87,19 @@ impl Backlog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::step::LONGEST;
 
     const COST: StepCost = StepCost { base: 8e-3, row: 1e-3, context: 1e-6, chunk: 4e-3, token: 1e-4, pair: 0.0 };
 
-    fn ms(time: Duration) -> u128 {
-        time.as_micros().div_ceil(100) / 10
+    fn ms(time: f64) -> u64 {
+        (time * 1e3).round() as u64
     }
 
     #[test]
     fn what_is_here_comes_first_and_answers_slow_prompts_down() {
         let idle = Backlog { step_tokens: 100, cost: COST, ..Backlog::default() };
         assert_eq!((ms(idle.queue()), ms(idle.prompt(0, 200)), ms(idle.prompt(150, 200))), (0, 28, 9));
-        assert_eq!(idle.prompt(300, 200), Duration::ZERO, "all is there");
+        assert_eq!(idle.prompt(300, 200), 0.0, "all is there");
         let work = StepWork::default().with_prompt(0, 1000).with_row(1000);
         let busy = Backlog { work, ..idle };
         assert_eq!(ms(busy.queue()), 160, "ten steps, each with a row");
@@ -116,10 +118,7 @@ mod tests {
         let cost = StepCost { token: 1e300, ..COST };
         let load = Backlog { work: huge, room: i64::MIN, cost, ..Backlog::default() };
         let load = load.with(huge.with_row(u64::MAX).with_prompt(0, u64::MAX), u32::MAX);
-        assert_eq!(
-            (load.queue(), load.wait(1), load.prompt(0, u64::MAX)),
-            (Duration::MAX, Duration::MAX, Duration::MAX)
-        );
+        assert_eq!((load.queue(), load.wait(1), load.prompt(0, u64::MAX)), (LONGEST, LONGEST, LONGEST));
         assert_eq!(load.answers(f64::INFINITY, 0.0).rows, 0);
         assert!(load.answers(0.0, f64::INFINITY).with_row(1).rows == u64::MAX);
     }

@@ -75,9 +75,10 @@ pub struct StepCost {
 }
 
 impl StepCost {
-    /// How long a step takes.
-    pub fn step(&self, work: &StepWork) -> Duration {
-        seconds(if work.tokens > 0 {
+    /// How long a step takes, in seconds.
+    #[inline]
+    pub fn step(&self, work: &StepWork) -> f64 {
+        bounded(if work.tokens > 0 {
             self.chunk + self.token * work.tokens as f64 + self.pair * work.pairs as f64 + self.rows(work)
         } else {
             self.base + self.rows(work)
@@ -88,19 +89,23 @@ impl StepCost {
         self.row * work.rows as f64 + self.context * work.context as f64
     }
 
-    /// How long the prompts' tokens of `work` take, in steps of at most `chunk` tokens. Each of these steps also computes the decode rows of
+    /// How long the prompts' tokens of `work` take, in seconds and in steps of at most `chunk` tokens. Each of these steps also computes the decode rows of
     /// `work`, once.
-    pub fn prompts(&self, work: &StepWork, chunk: u64) -> Duration {
+    #[inline]
+    pub fn prompts(&self, work: &StepWork, chunk: u64) -> f64 {
         let steps = work.tokens.div_ceil(chunk.max(1)) as f64;
-        seconds(
+        bounded(
             steps * (self.chunk + self.rows(work)) + self.token * work.tokens as f64 + self.pair * work.pairs as f64,
         )
     }
 }
 
-/// A duration of so many seconds; the longest there is for what is too long for one.
-pub(crate) fn seconds(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+/// The longest time that is predicted, in seconds. A finite one, so that sums and ratios of times are numbers.
+pub(crate) const LONGEST: f64 = 1e18;
+
+/// A time from 0 to [`LONGEST`], in seconds. What is no number counts as 0.
+pub(crate) fn bounded(seconds: f64) -> f64 {
+    if seconds > 0.0 { seconds.min(LONGEST) } else { 0.0 }
 }
 
 /// Learns a worker's [`StepCost`] from its steps.
@@ -157,10 +162,10 @@ mod tests {
         let mut model = StepModel::default();
         for at in 0..400u64 {
             let rows = (0..at * 7 % 33).fold(StepWork::default(), |work, row| work.with_row(100 * row + at % 1000));
-            model.add(&rows, COST.step(&rows));
+            model.add(&rows, Duration::from_secs_f64(COST.step(&rows)));
             let from = at * 131 % 3000;
             let mixed = rows.with_prompt(from, from + 1 + at * 37 % 512);
-            model.add(&mixed, COST.step(&mixed));
+            model.add(&mixed, Duration::from_secs_f64(COST.step(&mixed)));
         }
         model
     }
@@ -168,8 +173,8 @@ mod tests {
     #[test]
     fn a_worker_s_cost_is_learned_from_its_steps_and_predicts_what_it_never_saw() {
         let cost = learned().cost();
-        let close = |predicted: Duration, truth: Duration| {
-            let share = predicted.as_secs_f64() / truth.as_secs_f64();
+        let close = |predicted: f64, truth: f64| {
+            let share = predicted / truth;
             assert!((0.95..1.05).contains(&share), "{predicted:?} for {truth:?}: {cost:?}");
         };
         let decode = (0..64).fold(StepWork::default(), |work, _| work.with_row(2000));
@@ -188,8 +193,8 @@ mod tests {
         let beside = StepWork::default().with_row(500);
         let sum = COST.step(&work(300, 812)) + COST.step(&work(812, 1324)) + COST.step(&work(1324, 1500));
         let whole = COST.prompts(&beside.with_prompt(300, 1500), 512);
-        assert!(sum.abs_diff(whole) < Duration::from_nanos(10), "{sum:?} {whole:?}");
-        assert_eq!(COST.prompts(&beside, 512), Duration::ZERO, "nothing is left to compute");
+        assert!((sum - whole).abs() < 1e-8, "{sum:?} {whole:?}");
+        assert_eq!(COST.prompts(&beside, 512), 0.0, "nothing is left to compute");
     }
 
     #[test]
@@ -206,7 +211,7 @@ mod tests {
     #[test]
     fn no_number_is_too_large() {
         let huge = StepCost { token: f64::MAX, ..COST };
-        assert_eq!(huge.prompts(&StepWork::default().with_prompt(0, u64::MAX), 1), Duration::MAX);
+        assert_eq!(huge.prompts(&StepWork::default().with_prompt(0, u64::MAX), 1), LONGEST);
         let most = StepWork::default().with_prompt(0, u64::MAX).with_row(u64::MAX);
         assert_eq!(most.plus(most), StepWork { rows: 2, ..most });
         assert_eq!(pairs(0, u64::MAX), u64::MAX);

@@ -11,7 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_membership::{Member, Role, View};
-use baton_policy::{Ask, Backlog, BlockName, Fleet, KvChange, KvIndex, Predicted, Slo, StepCost, StepWork};
+use baton_policy::{
+    Ask, Backlog, BlockName, Fleet, KvChange, KvIndex, Outcome, Predicted, Slo, StepCost, StepWork, Subject, Verdict,
+};
 use baton_types::{WorkerId, mix};
 
 /// Blocks of the system prompt, of a conversation, and of a prompt of 100,000 tokens.
@@ -105,13 +107,15 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         draining: false,
         late_targets: false,
     };
-    let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)));
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)), 0);
     fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));
     let cost = StepCost { base: 8e-3, row: 1e-4, context: 1e-8, chunk: 4e-3, token: 3e-5, pair: 1e-10 };
     for worker in 1..=workers {
         let work = StepWork { tokens: mix(worker) % 10_000, rows: mix(worker) % 50, ..StepWork::default() };
         let load = Backlog { work, room: 1000, step_tokens: 8192, cost, ..Backlog::default() };
         fleet.told(WorkerId(worker), load, 1, Instant::now());
+        let outcome = Outcome::Worked(None);
+        fleet.judge(Verdict { on: Subject::Worker(WorkerId(worker)), placed: Instant::now(), outcome }, Instant::now());
     }
     let chain = |turn: u64| (1 + mix(turn) % workers) * 1_000_000 + mix(turn ^ 5) % conversations;
     for (what, blocks) in [("a prompt of 2,000 tokens", 125), ("a prompt of 100,000 tokens", LONG)] {

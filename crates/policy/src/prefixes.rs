@@ -5,6 +5,7 @@
 //! them.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
@@ -22,13 +23,33 @@ pub struct Sent {
     pub age: Duration,
 }
 
+type Names = HashMap<BlockName, (Placed, Instant), BuildHasherDefault<NameHasher>>;
+
+/// Takes a name for its own hash, since it is one.
+#[derive(Clone, Copy, Debug, Default)]
+struct NameHasher(u64);
+
+impl Hasher for NameHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.0 = self.0.rotate_left(8) ^ u64::from(*byte));
+    }
+
+    fn write_u128(&mut self, name: u128) {
+        self.0 = name as u64 ^ (name >> 64) as u64;
+    }
+}
+
 /// Names of prefixes, and where each was sent last. Bounded (I5): prefixes that were not sent again are forgotten first.
 #[derive(Clone, Debug)]
 pub struct Prefixes {
     /// Names sent since the last turnover. A turnover moves them to `old`.
-    young: HashMap<BlockName, (Placed, Instant)>,
+    young: Names,
     /// Names sent between the last two turnovers.
-    old: HashMap<BlockName, (Placed, Instant)>,
+    old: Names,
     /// Most names in `young`.
     most: usize,
 }
@@ -36,7 +57,7 @@ pub struct Prefixes {
 impl Prefixes {
     /// Remembers at least the `most` latest names, and at most twice as many.
     pub fn new(most: usize) -> Prefixes {
-        Prefixes { young: HashMap::new(), old: HashMap::new(), most: most.max(1) }
+        Prefixes { young: Names::default(), old: Names::default(), most: most.max(1) }
     }
 
     /// The names of all full blocks of these tokens, where `known` are the names of the first ones. `salt` keeps the names of different tenants
@@ -61,7 +82,9 @@ impl Prefixes {
     pub fn note(&mut self, names: &[BlockName], placed: Placed, now: Instant) {
         for name in marks(names.len()).map(|at| &names[at]) {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
-                self.old = std::mem::take(&mut self.young);
+                std::mem::swap(&mut self.young, &mut self.old);
+                // It keeps its memory, so that it need not grow again.
+                self.young.clear();
             }
             self.young.insert(*name, (placed, now));
         }

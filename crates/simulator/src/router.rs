@@ -50,7 +50,7 @@ impl Router {
             1 => Box::<LeastLoaded>::default(),
             _ => Box::new(Predicted::new(16)),
         };
-        let mut fleet = Fleet::new("m", placement);
+        let mut fleet = Fleet::new("m", placement, life);
         // Some reserve decode blocks early, some late, and some as the queue is.
         let late = [None, Some(Duration::ZERO), Some(Duration::from_millis(2))];
         fleet.reserve_late(late[(mix(world.seed ^ 41) + life) as usize % late.len()]);

@@ -37,7 +37,7 @@ fn predicted_placement_finds_what_is_cached_and_answers_sooner() {
         assert_eq!((predicted.served.len(), turns.served.len()), (prompts.len(), prompts.len()));
         let (ours, theirs) = (predicted.ttft().mean, turns.ttft().mean);
         assert!(ours < 0.8 * theirs, "{routers} routers: {ours} s to the first token; in turn {theirs} s");
-        assert!(predicted.hits() > turns.hits() + 0.1, "{} {}", predicted.hits(), turns.hits());
+        assert!(predicted.hits() > turns.hits() + 0.05, "{} {}", predicted.hits(), turns.hits());
     }
 }
 

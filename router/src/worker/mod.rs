@@ -22,7 +22,7 @@ use baton_policy::{
 use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
-use baton_types::{RequestId, WorkerId};
+use baton_types::{RequestId, WorkerId, random_u64};
 use metrics::{counter, gauge};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -114,7 +114,7 @@ impl Workers {
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
             PlacementKind::LeastLoaded => Box::<LeastLoaded>::default(),
         };
-        let mut fleet = Fleet::new(model.name(), placement);
+        let mut fleet = Fleet::new(model.name(), placement, random_u64());
         fleet.reserve_late(Some(late_reservation));
         let table = Table {
             capacity: fleet.capacity(),
@@ -133,7 +133,7 @@ impl Workers {
             fleet: Mutex::new(fleet),
             followers: Mutex::default(),
             held: HeldBlocks::new(BLOCKS),
-            turn: AtomicUsize::new(0),
+            turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
             table,
         }

@@ -188,7 +188,7 @@ impl KvIndex {
             let members = self.holders.members(set);
             let step = stride(members.len());
             for at in 0..members.len() {
-                let slot = members[(turn + at * step) % members.len()];
+                let slot = members[(turn % members.len() + at * step) % members.len()];
                 if found.len() == most {
                     break;
                 }

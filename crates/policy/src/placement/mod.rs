@@ -68,6 +68,8 @@ pub struct PlacementInput<'a> {
     pub held: Held<'a>,
     /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
     pub sent: Option<Sent>,
+    /// A number that decides among equals, another one for each placement and each router.
+    pub turn: u64,
 }
 
 /// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.

@@ -10,8 +10,6 @@
 //! The least sum wins. All is predicted from what workers say of their load ([`Backlog`]), and from what was sent to them since.
 //! What a worker has not learned yet is taken from the others.
 
-use std::time::Duration;
-
 use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
 
@@ -42,49 +40,43 @@ const NOMINAL: StepCost = StepCost { base: 1e-2, row: 1e-4, context: 1e-8, chunk
 #[derive(Clone, Debug)]
 pub struct Predicted {
     local: u32,
-    /// Placements so far: of equals others are taken.
-    turn: u64,
 }
 
 impl Predicted {
     /// `local`: most tokens that a decode worker is given to compute of a prompt while there are prefill workers; 0: none.
     pub fn new(local: u32) -> Predicted {
-        Predicted { local, turn: 0 }
+        Predicted { local }
     }
 }
 
 impl Placement for Predicted {
     fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
-        self.turn = self.turn.wrapping_add(1);
         let (eligible, usual) = (Eligible { view, request }, usual(view));
         let outlook = |worker| Outlook::of(worker, usual, request);
         let prefills: Vec<_> = eligible.prefills().map(outlook).collect();
         let soon = Soon::of(&prefills);
         let decodes = eligible.decode()?.into_iter().map(outlook);
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
-        let turn = |decode: &Outlook| self.mix(Placed { decode: decode.worker.id, prefill: None });
+        let turn = |decode: &Outlook| mix(Placed { decode: decode.worker.id, prefill: None }, request.turn);
         decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, turn(decode)));
-        let (mut options, mut paired) = (Vec::new(), 0);
+        let mut options = Vec::with_capacity(prefills.len() * DECODES + decodes.len());
+        let mut paired = 0;
         for (answer, decode) in &decodes {
             let short = request.decode.is_none() && decode.missing(request) <= self.local;
             let mut pairs = prefills.iter().filter(|prefill| eligible.pair(prefill.worker, decode.worker)).peekable();
             let alone = pairs.peek().is_none();
             if alone || short {
-                let placed = Placed { decode: decode.worker.id, prefill: None };
-                let rank = (decode.missing(request), decode.worker.in_flight);
-                options.push((decode.alone(answer, &soon, request), placed, rank));
+                let terms = decode.alone(answer, &soon, request);
+                options.push(Weighed::of(terms, decode.missing(request), decode.worker, None, request));
             }
             paired += usize::from(!alone);
             for prefill in pairs.filter(|_| paired <= DECODES) {
-                let placed = Placed { decode: decode.worker.id, prefill: Some(prefill.worker.id) };
+                let terms = prefill.split(answer, &soon, request.late);
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
-                options.push((prefill.split(answer, &soon, request.late), placed, (missing, prefill.worker.in_flight)));
+                options.push(Weighed::of(terms, missing, decode.worker, Some(prefill.worker), request));
             }
         }
-        for (terms, ..) in &mut options {
-            *terms = terms.delayed(request.delays);
-        }
-        self.least(options, request)
+        least(&options, request)
     }
 
     fn looks_at(&self) -> usize {
@@ -92,41 +84,55 @@ impl Placement for Predicted {
     }
 }
 
-impl Predicted {
-    /// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt,
-    /// then the one whose worker has fewer requests of this router, then each in turn.
-    fn least(
-        &self,
-        options: Vec<(Terms, Placed, Rank)>,
-        request: &PlacementInput<'_>,
-    ) -> Result<Chosen, PlacementError> {
-        let sum = |(terms, ..): &(Terms, Placed, Rank)| terms.sum();
-        let meets = |(terms, ..): &&(Terms, Placed, Rank)| request.slo.missed(terms).is_none();
-        let Some(most) = options.iter().filter(meets).map(sum).min_by(f64::total_cmp) else {
-            let missed = options.iter().filter_map(|(terms, ..)| request.slo.missed(terms));
-            let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
-            // Of the decode workers there is at least one, and so there is an option.
-            let none = PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 };
-            return Err(least.map_or(none, PlacementError::Late));
-        };
-        let rank = |(_, placed, rank): &&(Terms, Placed, Rank)| (*rank, self.mix(*placed));
-        let alike = options.iter().filter(meets).filter(|option| sum(option) <= most + ALIKE);
-        let (terms, placed, _) = *alike.min_by_key(rank).unwrap_or(&options[0]);
-        let others = options.iter().filter(|(_, other, _)| *other != placed);
-        let next = others.min_by(|a, b| sum(a).total_cmp(&sum(b))).map(|(terms, placed, _)| (*placed, *terms));
-        Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0, late: false })
-    }
+/// An option: where the request may run, and what is predicted there.
+struct Weighed {
+    placed: Placed,
+    terms: Terms,
+    sum: f64,
+    /// Of options that are alike: tokens of the prompt that the workers lack, and requests of this router at the one that computes them.
+    rank: (u32, u32),
+}
 
-    /// A number that orders equals, another one in each turn.
-    fn mix(&self, placed: Placed) -> u64 {
-        let id = placed.decode.0 ^ placed.prefill.map_or(0, |prefill| prefill.0.rotate_left(32));
-        let mixed = (id ^ self.turn.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
+impl Weighed {
+    fn of(
+        terms: Terms,
+        missing: u32,
+        decode: &Candidate<'_>,
+        prefill: Option<&Candidate<'_>>,
+        request: &PlacementInput<'_>,
+    ) -> Weighed {
+        let placed = Placed { decode: decode.id, prefill: prefill.map(|prefill| prefill.id) };
+        let rank = (missing, prefill.unwrap_or(decode).in_flight);
+        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), rank }
     }
 }
 
-/// Which of two options that are alike is better: tokens of the prompt that the workers lack, and requests of this router.
-type Rank = (u32, u32);
+/// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt,
+/// then the one whose worker has fewer requests of this router, then each in turn.
+fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
+    let meets = |option: &&Weighed| request.slo.missed(&option.terms).is_none();
+    let by_sum = |a: &&Weighed, b: &&Weighed| a.sum.total_cmp(&b.sum);
+    let Some(best) = options.iter().filter(meets).min_by(by_sum) else {
+        let missed = options.iter().filter_map(|option| request.slo.missed(&option.terms));
+        let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
+        // Of the decode workers there is at least one, and so there is an option.
+        let none = PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 };
+        return Err(least.map_or(none, PlacementError::Late));
+    };
+    let alike = options.iter().filter(|option| option.sum <= best.sum + ALIKE).filter(meets);
+    let Weighed { placed, terms, .. } =
+        *alike.min_by_key(|option| (option.rank, mix(option.placed, request.turn))).unwrap_or(best);
+    let next = options.iter().filter(|other| other.placed != placed).min_by(by_sum);
+    let next = next.map(|next| (next.placed, next.terms));
+    Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0, late: false })
+}
+
+/// A number that orders equals, another one in each turn.
+fn mix(placed: Placed, turn: u64) -> u64 {
+    let id = placed.decode.0 ^ placed.prefill.map_or(0, |prefill| prefill.0.rotate_left(32));
+    let mixed = (id ^ turn.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
+}
 
 /// What is known of a worker for a request.
 struct Outlook<'a> {
@@ -145,8 +151,8 @@ impl<'a> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
         let cached = request.cached(worker.id);
         let load = Backlog { cost: cost(&load, usual, request), ..load };
-        let computes = load.prompt(cached.into(), request.tokens.into()).as_secs_f64();
-        let waits = load.wait((request.tokens - cached).into()).as_secs_f64();
+        let computes = load.prompt(cached.into(), request.tokens.into());
+        let waits = load.wait((request.tokens - cached).into());
         Outlook { worker, load, cached, waits, computes }
     }
 
@@ -161,9 +167,9 @@ impl<'a> Outlook<'a> {
         let context = u64::from(request.tokens) + u64::from(request.answer / 2);
         // As long as the answers that are here now take.
         let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
-        let lasts = cost.step(&now.with_row(context)).as_secs_f64() * expected;
+        let lasts = cost.step(&now.with_row(context)) * expected;
         let beside = self.load.answers(soon.begins, lasts);
-        let step = cost.step(&beside.with_row(context)).as_secs_f64();
+        let step = cost.step(&beside.with_row(context));
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
         let handoff = HANDOFF * self.computes;
         let room = self.waits_for_blocks(step, request);
@@ -195,7 +201,7 @@ impl<'a> Outlook<'a> {
     fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
         let own = StepWork::default().with_prompt(self.cached.into(), request.tokens.into());
-        let slows = self.load.cost.prompts(&own, self.load.step_tokens.into()).as_secs_f64();
+        let slows = self.load.cost.prompts(&own, self.load.step_tokens.into());
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
         Terms { queue, compute, others, handoff: 0.0, ..*answer }
     }
@@ -213,7 +219,7 @@ impl Soon {
     fn of(prefills: &[Outlook<'_>]) -> Soon {
         let (mut begins, mut queue, mut compute) = (f64::INFINITY, f64::INFINITY, 0.0f64);
         for prefill in prefills {
-            let queued = prefill.load.queue().as_secs_f64();
+            let queued = prefill.load.queue();
             (begins, queue) = (begins.min(prefill.waits + prefill.computes), queue.min(queued));
             compute = compute.max(prefill.computes);
         }
@@ -242,18 +248,25 @@ fn unknown(worker: &Candidate<'_>, request: &PlacementInput<'_>) -> Backlog {
 
 /// The mean of what the workers have learned; what none has is nominal.
 fn usual(view: &[Candidate<'_>]) -> StepCost {
-    let costs = || view.iter().filter_map(|worker| Some(worker.load?.cost));
-    let mean = |of: fn(&StepCost) -> f64, counts: fn(&StepCost) -> bool, nominal: f64| {
-        let (sum, count) = costs().filter(counts).fold((0.0, 0.0), |(sum, count), cost| (sum + of(&cost), count + 1.0));
-        if count > 0.0 { sum / count } else { nominal }
-    };
+    let (mut sum, mut rows, mut prompts) = (StepCost::default(), 0.0, 0.0);
+    for cost in view.iter().filter_map(|worker| Some(worker.load?.cost)) {
+        if knows_rows(&cost) {
+            rows += 1.0;
+            (sum.base, sum.row, sum.context) = (sum.base + cost.base, sum.row + cost.row, sum.context + cost.context);
+        }
+        if knows_prompts(&cost) {
+            prompts += 1.0;
+            (sum.chunk, sum.token, sum.pair) = (sum.chunk + cost.chunk, sum.token + cost.token, sum.pair + cost.pair);
+        }
+    }
+    let mean = |sum: f64, count: f64, nominal: f64| if count > 0.0 { sum / count } else { nominal };
     StepCost {
-        base: mean(|c| c.base, knows_rows, NOMINAL.base),
-        row: mean(|c| c.row, knows_rows, NOMINAL.row),
-        context: mean(|c| c.context, knows_rows, NOMINAL.context),
-        chunk: mean(|c| c.chunk, knows_prompts, NOMINAL.chunk),
-        token: mean(|c| c.token, knows_prompts, NOMINAL.token),
-        pair: mean(|c| c.pair, knows_prompts, NOMINAL.pair),
+        base: mean(sum.base, rows, NOMINAL.base),
+        row: mean(sum.row, rows, NOMINAL.row),
+        context: mean(sum.context, rows, NOMINAL.context),
+        chunk: mean(sum.chunk, prompts, NOMINAL.chunk),
+        token: mean(sum.token, prompts, NOMINAL.token),
+        pair: mean(sum.pair, prompts, NOMINAL.pair),
     }
 }
 
@@ -268,10 +281,7 @@ fn knows_prompts(cost: &StepCost) -> bool {
 /// What steps cost on a worker: its own where it has learned that, and where it is another kind of worker than is usual. Without the latter, the
 /// one of many equal workers whose luck was best would get all prompts while it is idle, and evict what it holds.
 fn cost(load: &Backlog, usual: StepCost, request: &PlacementInput<'_>) -> StepCost {
-    let like = |own: Duration, usual: Duration| {
-        let ratio = own.as_secs_f64() / usual.as_secs_f64().max(1e-9);
-        (1.0 / LIKE..=LIKE).contains(&ratio)
-    };
+    let like = |own: f64, usual: f64| (1.0 / LIKE..=LIKE).contains(&(own / usual.max(1e-9)));
     let (own, tokens) = (load.cost, u64::from(request.tokens));
     let rows = load.work.with_row(tokens);
     let answers = StepWork { tokens: 0, pairs: 0, ..rows };

@@ -35,6 +35,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     sent: None,
     held: Held { blocks: 0, by: &[] },
     apart: &[],
+    turn: 0,
 };
 
 /// Every implementation, for tests of their common behaviour.
@@ -278,7 +279,7 @@ fn a_short_prompt_is_computed_where_it_is_answered_if_that_is_soonest() {
 fn unknown_workers_are_neither_shunned_nor_flooded() {
     let (mut policy, mut view) = (Predicted::new(0), view());
     let mut seen = std::collections::BTreeSet::new();
-    seen.extend((0..60).map(|_| ids(policy.place(&view, &LONG).unwrap())));
+    seen.extend((0..60).map(|turn| ids(policy.place(&view, &PlacementInput { turn, ..LONG }).unwrap())));
     assert_eq!(seen.len(), 6, "equals take turns: {seen:?}");
     view[2].in_flight = 30;
     view[3].load = load(StepWork::default());

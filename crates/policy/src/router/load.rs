@@ -88,10 +88,10 @@ impl Load {
         };
         let mut load = self.sent.iter().fold(told, add);
         let began = if told.work.tokens > 0 { Some(at) } else { self.sent.iter().find_map(|sent| sent.opened) };
-        let worked = began.map_or(Duration::ZERO, |began| now.saturating_duration_since(began));
+        let worked = began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
         let queue = load.queue();
-        if !worked.is_zero() && !queue.is_zero() {
-            let left = 1.0 - (worked.as_secs_f64() / queue.as_secs_f64()).min(1.0);
+        if worked > 0.0 && queue > 0.0 {
+            let left = 1.0 - (worked / queue).min(1.0);
             let scaled = |n: u64| (n as f64 * left) as u64;
             (load.work.tokens, load.work.pairs) = (scaled(load.work.tokens), scaled(load.work.pairs));
         }

@@ -104,7 +104,6 @@ struct Record {
     requests: u32,
     /// Ejections since the last long time without.
     ejections: u32,
-    ejected: Option<Ejected>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -114,20 +113,22 @@ struct Ejected {
     trial: Option<Instant>,
 }
 
-/// The records of all workers and pairs that something is known of.
+/// The records of all workers and pairs that something is known of, and who of them is ejected: few, where placement looks them up.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Outliers(BTreeMap<Subject, Record>);
+pub(super) struct Outliers {
+    records: BTreeMap<Subject, Record>,
+    ejected: BTreeMap<Subject, Ejected>,
+}
 
 impl Outliers {
     /// Whether a request may be placed on it now.
     pub fn allows(&self, on: Subject, now: Instant) -> bool {
-        let ejected = self.0.get(&on).and_then(|record| record.ejected);
-        ejected.is_none_or(|e| e.until <= now && e.trial.is_none_or(|trial| trial <= now))
+        self.ejected.get(&on).is_none_or(|e| e.until <= now && e.trial.is_none_or(|trial| trial <= now))
     }
 
     /// Whether it is ejected, or only on trial.
     pub fn is_ejected(&self, on: Subject) -> bool {
-        self.0.get(&on).is_some_and(|record| record.ejected.is_some())
+        self.ejected.contains_key(&on)
     }
 
     /// The pairs between which no handoff may be placed now.
@@ -136,40 +137,41 @@ impl Outliers {
             Subject::Pair { prefill, decode } if !self.allows(*on, now) => Some((prefill, decode)),
             _ => None,
         };
-        self.0.keys().filter_map(pair).collect()
+        self.ejected.keys().filter_map(pair).collect()
     }
 
     /// A request was placed on it.
     pub fn placed(&mut self, on: Subject, now: Instant) {
-        if let Some(ejected) = self.0.get_mut(&on).and_then(|record| record.ejected.as_mut())
-            && ejected.until <= now
-        {
+        if let Some(ejected) = self.ejected.get_mut(&on).filter(|ejected| ejected.until <= now) {
             ejected.trial = Some(now + TRIAL);
         }
     }
 
     /// Forgets what is known of a worker and of all its pairs: another process, or one that was away.
     pub fn forget(&mut self, worker: WorkerId) {
-        self.0.retain(|on, _| match *on {
+        let other = |on: &Subject| match *on {
             Subject::Worker(id) => id != worker,
             Subject::Pair { prefill, decode } => prefill != worker && decode != worker,
-        });
+        };
+        self.records.retain(|on, _| other(on));
+        self.ejected.retain(|on, _| other(on));
     }
 
     /// Takes in how a request fared. `equals` are the workers that could have run it as well, with `on` itself; of those, no more than half
     /// are ejected at a time. Pairs have none: where no handoff is possible, decode workers compute prompts themselves.
     pub fn judge(&mut self, verdict: Verdict, equals: &[WorkerId], now: Instant) -> Option<Judgement> {
         let Verdict { on, placed, outcome } = verdict;
-        if matches!(on, Subject::Pair { .. }) && outcome != Outcome::Failed && !self.0.contains_key(&on) {
+        if matches!(on, Subject::Pair { .. }) && outcome != Outcome::Failed && !self.records.contains_key(&on) {
             return None;
         }
-        let record = self.0.entry(on).or_default();
-        match (record.ejected, outcome) {
+        let record = self.records.entry(on).or_default();
+        match (self.ejected.get(&on), outcome) {
             // Requests from before its trial, which say nothing new.
             (Some(ejected), _) if ejected.trial.is_none_or(|until| placed + TRIAL < until) => return None,
             (Some(_), Outcome::Failed) => return Some(self.eject(on, "the request that tried it failed, too", now)),
             (Some(_), Outcome::Worked(_)) => {
                 *record = Record { ejections: record.ejections, ..Record::default() };
+                self.ejected.remove(&on);
                 return Some(Judgement::Readmitted(on));
             }
             (None, _) => record.add(outcome),
@@ -181,17 +183,18 @@ impl Outliers {
     }
 
     fn eject(&mut self, on: Subject, why: &str, now: Instant) -> Judgement {
-        let record = self.0.entry(on).or_default();
+        let record = self.records.entry(on).or_default();
         let time = EJECTED.0.saturating_mul(1 << record.ejections.min(8)).min(EJECTED.1);
         record.ejections += 1;
-        record.ejected = Some(Ejected { until: now + time, trial: None });
+        self.ejected.insert(on, Ejected { until: now + time, trial: None });
         Judgement::Ejected { on, time, why: why.to_owned() }
     }
 
     /// Why a worker counts as slow beside its equals.
     fn is_slow(&self, on: Subject, equals: &[WorkerId]) -> Option<String> {
-        let pace =
-            |on: Subject| self.0.get(&on).filter(|record| record.requests >= ENOUGH).and_then(|record| record.pace);
+        let pace = |on: Subject| {
+            self.records.get(&on).filter(|record| record.requests >= ENOUGH).and_then(|record| record.pace)
+        };
         let own = pace(on)?;
         let others =
             equals.iter().map(|id| Subject::Worker(*id)).filter(|other| *other != on && !self.is_ejected(*other));

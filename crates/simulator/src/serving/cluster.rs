@@ -99,13 +99,13 @@ impl<'a> Cluster<'a> {
             late_targets: true,
         };
         let view = Arc::new(View { members: (0..count).map(member).collect(), ..View::default() });
-        let router = |_| {
+        let router = |number: usize| {
             let placement: Box<dyn Placement> = match setup.policy {
                 Policy::RoundRobin => Box::<RoundRobin>::default(),
                 Policy::LeastLoaded | Policy::Affinity | Policy::Held => Box::<LeastLoaded>::default(),
                 Policy::Predicted => Box::new(Predicted::new(setup.local)),
             };
-            let mut fleet = Fleet::new("m", placement);
+            let mut fleet = Fleet::new("m", placement, (number as u64) << 32);
             fleet.update(Arc::clone(&view));
             Router { fleet, index: KvIndex::new(10_000_000) }
         };

@@ -6,7 +6,8 @@ use baton_kv_cache::BlockName;
 use baton_membership::{Member, Role, View};
 
 use super::*;
-use crate::placement::{LeastLoaded, Slo};
+use crate::kv_index::Holder;
+use crate::placement::{LeastLoaded, Predicted, Slo};
 
 fn member(id: WorkerId, role: Role) -> Member {
     Member {
@@ -36,7 +37,7 @@ fn two_and_two() -> Vec<Member> {
 }
 
 fn fleet(members: Vec<Member>) -> Fleet {
-    let mut fleet = Fleet::new("m", Box::<LeastLoaded>::default());
+    let mut fleet = Fleet::new("m", Box::<LeastLoaded>::default(), 0);
     let joined = fleet.update(view(members.clone())).joined;
     assert_eq!(joined.len(), members.iter().filter(|m| m.role != Role::Supervisor).count());
     fleet
@@ -88,6 +89,25 @@ fn requests_go_where_the_fewest_are() {
     assert_eq!((flags(&fleet, D1), flags(&fleet, D2)), ((false, 1), (false, 0)));
     drop(leases);
     assert_eq!(flags(&fleet, D1), (false, 0));
+}
+
+/// Where there are many workers, a router looks at few: others than another router at the same time, and always at those that hold the prompt.
+#[test]
+fn routers_look_at_workers_of_their_own() {
+    let role = |id: u64| if id.is_multiple_of(2) { Role::Prefill } else { Role::Decode };
+    let workers: Vec<_> = (1..=2000).map(|id| member(WorkerId(id), role(id))).collect();
+    let placed = |seed: u64| {
+        let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), seed);
+        fleet.update(view(workers.clone()));
+        let holds = Holder { worker: WorkerId(1000), blocks: 6 };
+        let ask = Ask { names: (0..6).map(BlockName).collect(), ..ask() };
+        assert_eq!(fleet.place(&ask, &[holds], Instant::now()).unwrap().placed.prefill, Some(holds.worker));
+        (0..20).map(|_| fleet.place(&self::ask(), &[], Instant::now()).unwrap().placed.decode).collect::<Vec<_>>()
+    };
+    assert_eq!(placed(1), placed(1));
+    let (one, other) = (placed(1), placed(1 << 40));
+    let both = one.iter().filter(|id| other.contains(id)).count();
+    assert!(both <= 5, "{both} of {one:?}");
 }
 
 #[test]

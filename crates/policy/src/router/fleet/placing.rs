@@ -1,0 +1,127 @@
+//! Where the next request goes.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_kv_cache::BlockName;
+use baton_latency::StepWork;
+use baton_types::{BatonError, WorkerId};
+
+use super::Fleet;
+use super::roster::{Fit, Worker};
+use crate::kv_index::Holder;
+use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Slo};
+use crate::request::Failure;
+use crate::router::outliers::Subject;
+
+/// The request to place.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Ask {
+    /// False: the decode worker prefills, even if prefill workers are alive.
+    pub split: bool,
+    /// Keep this decode worker; only a prefill worker is wanted.
+    pub decode: Option<WorkerId>,
+    /// Workers that failed this request.
+    pub avoid: Vec<WorkerId>,
+    /// Names of the prompt's blocks ([`Prefixes::names`]).
+    pub names: Arc<[BlockName]>,
+    /// Tokens of the prompt, and of the answer so far.
+    pub tokens: u32,
+    /// Most tokens that the answer may still have.
+    pub most: u32,
+    /// When its tokens have to come.
+    pub slo: Slo,
+}
+
+impl Fleet {
+    /// Chooses workers for a request of the model. Lost workers, and those that do worse than others ([`Fleet::judge`]), are chosen only
+    /// when placement fails without them; lost ones last. A decode worker that the request already has is kept in any case.
+    ///
+    /// # Errors
+    /// Why no worker can take the request.
+    pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Chosen, Failure> {
+        self.placements = self.placements.wrapping_add(1);
+        let (block_size, turn) = (self.block_size(), self.seed.wrapping_add(self.placements));
+        let delays = (self.calibrations.0.delay(), self.calibrations.1.delay());
+        let Fleet { model, roster, placement, prefixes, outliers, .. } = self;
+        let seen = held.iter().map(|holder| holder.worker).chain(ask.decode);
+        let some = roster.some(placement.looks_at(), seen, turn);
+        let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
+        let held = Held { blocks: ask.names.len(), by: held };
+        let answer = (self.answer as u32).min(ask.most);
+        let late = self.late.map_or(f64::INFINITY, |from| from.as_secs_f64());
+        let Ask { ref avoid, split, decode, tokens, slo, .. } = *ask;
+        let input = PlacementInput {
+            model,
+            split,
+            decode,
+            avoid,
+            apart,
+            tokens,
+            answer,
+            block_size,
+            slo,
+            late,
+            delays,
+            held,
+            sent,
+            turn,
+        };
+        let there = |worker: &Worker| !worker.lost || decode == Some(worker.id);
+        let well = |worker: &Worker| {
+            there(worker) && (outliers.allows(Subject::Worker(worker.id), now) || decode == Some(worker.id))
+        };
+        // Those that are looked at may all be unfit: then all are.
+        let tries: [(Option<&[usize]>, Fit<'_>); 4] =
+            [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_| true)];
+        let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
+        for (places, fit) in tries {
+            chosen = placement.place(&roster.candidates(places, model, now, fit), &input);
+            match chosen {
+                Ok(_) => break,
+                // Workers that are lost, or do worse than others, are no faster. But those that were looked at may not be the fastest.
+                Err(PlacementError::Late(_)) if places.is_none() => break,
+                Err(_) => {}
+            }
+        }
+        let mut chosen = chosen.map_err(|error| Failure {
+            late: matches!(error, PlacementError::Late(_)),
+            retry_after: error.retry_after(),
+            ..Failure::new(error.kind(), error.to_string())
+        })?;
+        chosen.number = self.placements;
+        let Placed { decode, prefill } = chosen.placed;
+        outliers.placed(Subject::Worker(decode), now);
+        if let Some(prefill) = prefill {
+            outliers.placed(Subject::Worker(prefill), now);
+            outliers.placed(Subject::Pair { prefill, decode }, now);
+        }
+        let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, |worker| input.cached(worker)));
+        prefixes.note(&ask.names, chosen.placed, now);
+        chosen.late = ask.decode.is_none() && self.is_late(&chosen);
+        self.count(ask, &chosen, cached, answer, now);
+        Ok(chosen)
+    }
+
+    /// Whether decode blocks are to be reserved late for a request that is placed so.
+    fn is_late(&self, chosen: &Chosen) -> bool {
+        let (Some(from), Some(prefill)) = (self.late, chosen.placed.prefill) else { return false };
+        let waits = chosen.why.map_or(0.0, |why| why.terms.queue);
+        waits >= from.as_secs_f64() && self.view.get(prefill).is_some_and(|member| member.late_targets)
+    }
+
+    /// Counts a request that was placed in the loads of its workers. `cached`: tokens that its decode and its prefill worker need not compute.
+    fn count(&mut self, ask: &Ask, chosen: &Chosen, cached: [u32; 2], answer: u32, now: Instant) {
+        let (size, Chosen { placed, number, late, .. }) = (self.block_size().max(1), *chosen);
+        let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
+        let [at_decode, at_prefill] = cached;
+        if let Some(worker) = placed.prefill.and_then(|id| self.roster.get_mut(id)) {
+            worker.load.sent(number, prompt(at_prefill), 0, false, now);
+        }
+        if let Some(worker) = self.roster.get_mut(placed.decode).filter(|_| ask.decode.is_none()) {
+            let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
+            let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
+            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, late, now);
+        }
+    }
+}
