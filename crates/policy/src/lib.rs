@@ -29,7 +29,7 @@ pub use fair::Ticket;
 pub use gate::{Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{
-    Candidate, Chosen, Held, LeastLoaded, Missed, Placed, Placement, PlacementError, PlacementInput, Predicted,
+    Candidate, Chosen, Held, LeastLoaded, Links, Missed, Placed, Placement, PlacementError, PlacementInput, Predicted,
     RoundRobin, Slo, Terms, Why,
 };
 pub use prefixes::{Prefixes, Sent};

@@ -2,7 +2,7 @@
 //!
 //! The engine thread notes what enters and leaves ([`WorkerNews::note`]). A task gathers it for [`GATHER`] and passes the net change to all that
 //! follow, [`FOLLOWERS`] at most (I5). Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. Of the
-//! load ([`WorkerNews::load`]) each gets the latest, every [`GATHER`] at most. So no reader makes the engine wait, or lets anything grow.
+//! load ([`WorkerNews::load`]) each gets the latest, every [`GATHER`] at most, and of the links ([`WorkerNews::links`]) too. So no reader makes the engine wait, or lets anything grow.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,6 +27,9 @@ const FOLLOWERS: usize = 64;
 /// Most names in an event: few enough that a router takes them in at once without keeping others waiting.
 const EVENT_NAMES: usize = 4096;
 
+/// Rates that differ by no more than this share are alike.
+const ALIKE: f64 = 0.1;
+
 /// The events for one who follows.
 pub(crate) type WorkerEvents = ReceiverStream<Result<v1::WorkerEvent, Status>>;
 
@@ -40,6 +43,7 @@ pub(crate) struct WorkerNews {
     changed: Notify,
     /// What there is to do, and since when it is so known.
     load: watch::Sender<(Backlog, Option<Instant>)>,
+    links: watch::Sender<v1::LinksEvent>,
     followers: Arc<Semaphore>,
     ended: CancellationToken,
 }
@@ -50,7 +54,7 @@ impl Default for WorkerNews {
         let followers = Arc::new(Semaphore::new(FOLLOWERS));
         let (noted, feed, changed, load) =
             (Mutex::default(), Mutex::default(), Notify::new(), watch::Sender::default());
-        WorkerNews { noted, feed, changes, changed, load, followers, ended }
+        WorkerNews { noted, feed, changes, changed, load, links: watch::Sender::default(), followers, ended }
     }
 }
 
@@ -77,6 +81,21 @@ impl WorkerNews {
         self.load.send_if_modified(|(load, at)| {
             *at = Some(Instant::now());
             std::mem::replace(load, now) != now
+        });
+    }
+
+    /// Takes in how fast KV leaves now. What differs little is not told again.
+    pub fn links(&self, now: v1::LinksEvent) {
+        self.links.send_if_modified(|told| {
+            let alike = |(one, other): (&v1::Link, &v1::Link)| {
+                one.worker == other.worker
+                    && (one.bytes_per_second - other.bytes_per_second).abs() <= ALIKE * one.bytes_per_second
+            };
+            let changed = told.links.len() != now.links.len() || !told.links.iter().zip(&now.links).all(alike);
+            if changed {
+                *told = now;
+            }
+            changed
         });
     }
 
@@ -135,6 +154,10 @@ impl WorkerNews {
     async fn tell(&self, events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>) -> Result<(), ()> {
         let (mut number, mut load, mut due) = (0, self.load.subscribe(), Instant::now());
         load.mark_changed();
+        let mut links = self.links.subscribe();
+        if !links.borrow().links.is_empty() {
+            links.mark_changed();
+        }
         let (all, mut changes) = self.all();
         say(events, &mut number, &all, true).await?;
         loop {
@@ -145,6 +168,12 @@ impl WorkerNews {
                     let (backlog, at) = *load.borrow_and_update();
                     let event = self.load_event(&backlog, at.map_or(Duration::ZERO, |at| at.elapsed()));
                     say_one(events, Event::Load(event)).await?;
+                    continue;
+                }
+                // The sender lives as long as whoever waits here.
+                _ = links.changed() => {
+                    let event = links.borrow_and_update().clone();
+                    say_one(events, Event::Links(event)).await?;
                     continue;
                 }
             };
@@ -276,6 +305,32 @@ mod tests {
         news.load(of(0));
         news.load(of(9));
         assert_eq!(next_load(&mut stream).await.room, 9, "what does not change is not told");
+    }
+
+    #[tokio::test]
+    async fn who_follows_is_told_of_links_when_they_change() {
+        let next_links = async |stream: &mut WorkerEvents| loop {
+            if let Event::Links(event) = next_event(stream).await {
+                return event;
+            }
+        };
+        let of = |rates: &[f64]| {
+            let link = |(at, rate): (usize, &f64)| v1::Link { worker: at as u64, bytes_per_second: *rate };
+            v1::LinksEvent { token_bytes: 7, links: rates.iter().enumerate().map(link).collect() }
+        };
+        let news = Arc::new(WorkerNews::default());
+        let mut early = Arc::clone(&news).follow().unwrap();
+        news.links(of(&[100.0]));
+        assert_eq!(next_links(&mut early).await, of(&[100.0]));
+        let mut late = Arc::clone(&news).follow().unwrap();
+        assert_eq!(next_links(&mut late).await, of(&[100.0]), "at first, though nothing changes");
+        news.links(of(&[109.0]));
+        news.links(of(&[109.0, 50.0]));
+        for stream in [&mut early, &mut late] {
+            assert_eq!(next_links(stream).await, of(&[109.0, 50.0]), "what differs little is not told");
+        }
+        news.links(of(&[89.0, 50.0]));
+        assert_eq!(next_links(&mut early).await, of(&[89.0, 50.0]));
     }
 
     #[tokio::test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role};
-use baton_engine::{Engine, EngineConfig, NewSequence, Start};
+use baton_engine::{Engine, EngineConfig, NewSequence, Start, SwapConfig};
 use baton_grammar::Grammars;
 use baton_proto::OnlyFor;
 use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
@@ -147,6 +147,11 @@ impl Node {
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
         let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), news);
+        if N::ROLE == Role::Prefill {
+            let (service, layout) = (service.clone(), &node.geometry.layout);
+            let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
+            tokio::spawn(async move { service.tell_links(token_bytes).await });
+        }
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
         node.serve::<N>(process, handle, service, listener, member).await
     }

@@ -1,6 +1,7 @@
 //! The gRPC service `Worker` of every worker.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use baton_proto::v1::{self, worker_server};
 use baton_types::WorkerId;
@@ -10,6 +11,10 @@ use tonic::{Request, Response, Status};
 use baton_roles::Snapshot;
 
 use crate::news::{WorkerEvents, WorkerNews};
+
+/// How often it is looked at how fast KV leaves, and most peers of which that is told.
+const LINKS_EVERY: Duration = Duration::from_secs(1);
+const LINKS: usize = 1024;
 
 /// Lists a prefill worker's peers and the transports to each.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
@@ -38,6 +43,26 @@ impl WorkerService {
     /// Ends its streams.
     pub(crate) fn end(&self) {
         self.news.end();
+    }
+
+    /// How fast KV leaves for each peer, as far as it was measured. `token_bytes`: of a token's KV.
+    pub(crate) fn links(&self, token_bytes: u32) -> v1::LinksEvent {
+        let rate = |peer: v1::Peer| {
+            let path = peer.paths.into_iter().find(|path| path.in_use)?;
+            Some(v1::Link { worker: peer.id, bytes_per_second: path.bytes_per_second? })
+        };
+        let peers = self.peers.get().map(|peers| peers()).unwrap_or_default();
+        let mut links: Vec<_> = peers.into_iter().filter_map(rate).take(LINKS).collect();
+        links.sort_unstable_by_key(|link| link.worker);
+        v1::LinksEvent { token_bytes, links }
+    }
+
+    /// Tells those that follow how fast KV leaves, until the task is dropped.
+    pub(crate) async fn tell_links(&self, token_bytes: u32) {
+        loop {
+            tokio::time::sleep(LINKS_EVERY).await;
+            self.news.links(self.links(token_bytes));
+        }
     }
 
     /// Adds what `peers` returns to the worker's status from now on.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use baton_policy::{Backlog, Coming, Followed, KvChange, StepCost, StepWork, Tally};
+use baton_policy::{Backlog, Coming, Followed, KvChange, Links, StepCost, StepWork, Tally};
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::v1::{self, worker_event::Event};
 use baton_types::WorkerId;
@@ -23,6 +23,8 @@ const MOST: u64 = 1 << 50;
 const LONGEST_STEP: f64 = 1e3;
 /// Nor for older.
 const OLDEST: Duration = Duration::from_secs(60);
+/// Most links of a worker that are taken in (I5).
+const MOST_LINKS: usize = 1024;
 
 /// Follows a worker until it has `left`, and then forgets what it held. `before`: the task that did so for a worker of this id, which has to end
 /// first.
@@ -82,6 +84,10 @@ async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Stre
                 workers.upgrade()?.told(worker, backlog(&event), event.followers, age);
                 continue;
             }
+            Some(Event::Links(event)) => {
+                workers.upgrade()?.linked(worker, links(event));
+                continue;
+            }
             None => continue,
         };
         let Some(change) = change(event) else {
@@ -121,6 +127,12 @@ fn backlog(event: &v1::LoadEvent) -> Backlog {
     let cost = StepCost { base, row, context: read, chunk, token, pair };
     let coming = Coming { rows: coming_rows, context: coming_context };
     Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, spare, cost }
+}
+
+/// How fast a worker says that KV leaves it. What no rate can be is not known.
+fn links(event: v1::LinksEvent) -> Links {
+    let rates = event.links.into_iter().take(MOST_LINKS).map(|link| (WorkerId(link.worker), link.bytes_per_second));
+    Links::new(event.token_bytes, rates)
 }
 
 /// `None`: a name is not whole.

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd,
+    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd, Links,
     Placed, Predicted, RoundRobin, Terms, Verdict,
 };
 use baton_runtime::Tls;
@@ -301,6 +301,11 @@ impl Workers {
     /// Nothing is heard of a worker any more.
     fn untold(&self, worker: WorkerId) {
         self.fleet().untold(worker);
+    }
+
+    /// A worker says how fast KV leaves it.
+    fn linked(&self, worker: WorkerId, links: Links) {
+        self.fleet().linked(worker, links);
     }
 
     /// A worker says what it had to do so long ago.

@@ -6,7 +6,7 @@ use crate::support::{Cluster, bytes, config};
 use baton_cluster::Role;
 use baton_policy::BlockName;
 use baton_proto::v1::worker_event::Event;
-use baton_proto::v1::{CacheEvent, CacheTally, LoadEvent, StepCost};
+use baton_proto::v1::{CacheEvent, CacheTally, Link, LinksEvent, LoadEvent, StepCost};
 use baton_router::{PlacementKind, RouterConfig};
 use serde_json::{Value, json};
 
@@ -137,6 +137,38 @@ async fn a_prompt_goes_where_there_is_least_to_do() {
 fn queues(tokens: u64) -> Vec<Event> {
     let cost = Some(StepCost { base: 0.01, row: 1e-3, token: 1e-3, ..StepCost::default() });
     vec![Event::Load(LoadEvent { tokens, room: 1000, step_tokens: 512, cost, ..LoadEvent::default() })]
+}
+
+/// KV is handed over where that is fast enough.
+#[tokio::test]
+async fn a_prompt_does_not_go_where_its_kv_would_be_late() {
+    let mut cluster = Cluster::with(RouterConfig { local_prompt: 0, ..predicted() }, 0, 0, &[ANSWER]).await;
+    let rates = [(2, 1e6), (3, 1e12), (4, 1e6)];
+    let links = rates.map(|(worker, bytes_per_second)| Link { worker, bytes_per_second }).to_vec();
+    let mut says = queues(0);
+    says.push(Event::Links(LinksEvent { token_bytes: 1 << 17, links }));
+    let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([says])).await;
+    let mut decodes = Vec::new();
+    for _ in rates {
+        decodes.push(cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await);
+    }
+    cluster.readiness.wait().await;
+    cluster.seen(4).await;
+    for worker in decodes.iter().chain([&prefill]) {
+        worker.was_followed(1).await;
+    }
+    // Until the router has read what they say.
+    let others = || decodes[0].asked().len() + decodes[2].asked().len();
+    let asking = async {
+        let mut in_a_row = 0;
+        while in_a_row < 5 {
+            let before = others();
+            cluster.complete(json!({"prompt": ONE, "cache_salt": in_a_row.to_string()})).await;
+            in_a_row = if others() == before { in_a_row + 1 } else { 0 };
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), asking).await.expect("prompts go where KV travels fast");
+    cluster.stop().await;
 }
 
 /// What is predicted to come too late is refused before any worker is asked, and the error says why.

@@ -3,6 +3,7 @@
 //! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. [`Eligible`]
 //! alone decides which workers may run a request. Implementations only choose among those.
 
+mod links;
 mod predicted;
 mod slo;
 mod turns;
@@ -16,6 +17,7 @@ use baton_types::{BatonError, ErrorKind, WorkerId};
 use crate::kv_index::Holder;
 use crate::prefixes::Sent;
 
+pub use links::Links;
 pub use predicted::Predicted;
 pub use slo::{Missed, Slo};
 pub use turns::{LeastLoaded, RoundRobin};
@@ -37,6 +39,8 @@ pub struct Candidate<'a> {
     pub in_flight: u32,
     /// What it has to do, as it says, and what was sent to it since; `None`: it says nothing.
     pub load: Option<Backlog>,
+    /// How fast KV leaves it, as it says.
+    pub links: &'a Links,
 }
 
 /// The request to place.

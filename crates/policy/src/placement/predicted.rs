@@ -71,7 +71,7 @@ impl Placement for Predicted {
             }
             paired += usize::from(!alone);
             for prefill in pairs.filter(|_| paired <= DECODES) {
-                let terms = prefill.split(answer, &soon, request.late);
+                let terms = prefill.split(decode, answer, &soon, request);
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
                 options.push(Weighed::of(terms, missing, decode.worker, Some(prefill.worker), request));
             }
@@ -189,12 +189,15 @@ impl<'a> Outlook<'a> {
         if held > 0.0 { (lacks as f64 * seconds / held).min(FULL) } else { FULL }
     }
 
-    /// A prefill worker computes the prompt for a decode worker with this `answer`.
-    fn split(&self, answer: &Terms, soon: &Soon, late: f64) -> Terms {
+    /// A prefill worker computes the prompt for this decode worker with its `answer`.
+    fn split(&self, decode: &Outlook<'_>, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
         // Blocks that are reserved late come free while the prompt waits.
-        let room = if queue >= late { (answer.room - queue).max(0.0) } else { answer.room };
-        Terms { room, queue, compute, others: answer.others + soon.behind * compute, ..*answer }
+        let room = if queue >= request.late { (answer.room - queue).max(0.0) } else { answer.room };
+        // Layers travel while others are computed.
+        let travels = self.worker.links.token(decode.worker.id) * f64::from(decode.missing(request));
+        let handoff = answer.handoff.max(travels - compute);
+        Terms { room, queue, compute, handoff, others: answer.others + soon.behind * compute, ..*answer }
     }
 
     /// A decode worker computes the prompt itself: the answers beside it wait.

@@ -1,5 +1,6 @@
 //! What all placements have in common, and how they differ.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use baton_latency::{StepCost, StepWork};
@@ -7,8 +8,11 @@ use baton_latency::{StepCost, StepWork};
 use super::turns::ROOM;
 use super::*;
 
+static UNTOLD: Links = Links::NONE;
+
 fn worker(id: u64, role: Role) -> Candidate<'static> {
-    Candidate { id: WorkerId(id), role, model: "m", layout: 1, draining: false, in_flight: 0, load: None }
+    let (id, links) = (WorkerId(id), &UNTOLD);
+    Candidate { id, role, model: "m", layout: 1, draining: false, in_flight: 0, load: None, links }
 }
 
 fn view() -> Vec<Candidate<'static>> {
@@ -348,4 +352,19 @@ fn decode_workers_without_a_peer_do_not_hide_those_that_have_one() {
     view[6].load = rows(2);
     let chosen = Predicted::new(0).place(&view, &LONG).unwrap();
     assert_eq!(chosen.why.unwrap().considered, 6, "five alone, and the pair");
+}
+
+#[test]
+fn kv_takes_the_link_that_is_fast_enough() {
+    // 13 MB of KV: a quarter of a second over the slow one.
+    let rates = |rates: [f64; 3]| Links::new(1 << 17, [11, 12, 13].map(WorkerId).into_iter().zip(rates));
+    let decodes = |links: &Links| -> BTreeSet<u64> {
+        let mut view = view();
+        view.iter_mut().filter(|worker| worker.role == Role::Prefill).for_each(|worker| worker.links = links);
+        let place = |turn| Predicted::new(0).place(&view, &PlacementInput { turn, ..ASK });
+        (0..50).map(|turn| place(turn).unwrap().placed.decode.0).collect()
+    };
+    assert_eq!(decodes(&rates([5e7, 1e9, 5e7])), BTreeSet::from([12]));
+    assert_eq!(decodes(&rates([1e9; 3])), BTreeSet::from([11, 12, 13]), "the handoff is hidden by what is computed");
+    assert_eq!(decodes(&Links::new(1 << 17, [(WorkerId(11), 5e7)].into_iter())).len(), 3, "others may be as slow");
 }

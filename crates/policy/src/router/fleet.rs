@@ -17,7 +17,7 @@ use super::capacity::Capacity;
 use super::legs::LegEnd;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
-use crate::placement::{Chosen, Placed, Placement, Terms};
+use crate::placement::{Chosen, Links, Placed, Placement, Terms};
 use crate::prefixes::Prefixes;
 
 mod placing;
@@ -179,6 +179,13 @@ impl Fleet {
     /// Median relative errors lately of the predicted times to the first token, and from token to token.
     pub fn errors(&self) -> (Option<f64>, Option<f64>) {
         (self.calibrations.0.error(), self.calibrations.1.error())
+    }
+
+    /// A worker says how fast KV leaves it for others.
+    pub fn linked(&mut self, worker: WorkerId, links: Links) {
+        if let Some(worker) = self.roster.get_mut(worker) {
+            worker.links = links;
+        }
     }
 
     /// Nothing is heard of a worker any more: what it said is of no use.

@@ -9,7 +9,7 @@ use baton_membership::{Member, Role, View};
 use baton_types::{WorkerId, mix};
 
 use super::Changes;
-use crate::placement::Candidate;
+use crate::placement::{Candidate, Links};
 use crate::router::load::Load;
 
 /// The workers of a view, in the order of their ids.
@@ -42,6 +42,8 @@ pub(super) struct Worker {
     /// The worker itself said that it drains. Its registration may say so later, or never (I7).
     pub draining: bool,
     pub load: Load,
+    /// How fast KV leaves it, as it says.
+    pub links: Links,
 }
 
 /// Which workers are fit for a request.
@@ -51,7 +53,8 @@ impl Worker {
     fn new(member: &Member, model: &str, joined: u64) -> Worker {
         let Member { id, role, layout, draining: leaving, .. } = *member;
         let (serves, in_flight, load) = (member.model == model, Arc::default(), Load::default());
-        Worker { id, role, serves, layout, leaving, joined, in_flight, lost: false, draining: false, load }
+        let (lost, draining, links) = (false, false, Links::default());
+        Worker { id, role, serves, layout, leaving, joined, in_flight, lost, draining, load, links }
     }
 
     pub fn in_flight(&self) -> u32 {
@@ -62,10 +65,19 @@ impl Worker {
         self.leaving || self.draining
     }
 
-    fn candidate<'a>(&self, model: &'a str, now: Instant) -> Candidate<'a> {
+    fn candidate<'a>(&'a self, model: &'a str, now: Instant) -> Candidate<'a> {
         let Worker { id, role, layout, .. } = *self;
         let (draining, in_flight) = (self.drains(), self.in_flight());
-        Candidate { id, role, model, layout, draining, in_flight, load: self.load.now(in_flight, now) }
+        Candidate {
+            id,
+            role,
+            model,
+            layout,
+            draining,
+            in_flight,
+            load: self.load.now(in_flight, now),
+            links: &self.links,
+        }
     }
 }
 
@@ -77,8 +89,8 @@ impl Roster {
         for member in view.members.iter().filter(|m| works(m)) {
             let new = Worker::new(member, model, self.joined + 1);
             self.workers.push(match before.remove(&member.id) {
-                Some(Worker { joined, in_flight, lost, draining, load, .. }) => {
-                    Worker { joined, in_flight, lost, draining, load, ..new }
+                Some(Worker { joined, in_flight, lost, draining, load, links, .. }) => {
+                    Worker { joined, in_flight, lost, draining, load, links, ..new }
                 }
                 None => {
                     self.joined += 1;
@@ -140,13 +152,13 @@ impl Roster {
 
     /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them.
     pub fn candidates<'a>(
-        &self,
+        &'a self,
         places: Option<&[usize]>,
         model: &'a str,
         now: Instant,
         fit: Fit<'_>,
     ) -> Vec<Candidate<'a>> {
-        let candidate = |worker: &Worker| (worker.serves && fit(worker)).then(|| worker.candidate(model, now));
+        let candidate = |worker: &'a Worker| (worker.serves && fit(worker)).then(|| worker.candidate(model, now));
         match places {
             Some(places) => places.iter().filter_map(|place| candidate(&self.workers[*place])).collect(),
             None => self.workers.iter().filter_map(candidate).collect(),

@@ -1,0 +1,48 @@
+//! How fast KV leaves a worker for others.
+
+use baton_types::WorkerId;
+
+/// What one worker says of its links. Empty: it says nothing.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Links {
+    /// Bytes of KV that a token has.
+    token_bytes: u32,
+    /// Bytes per second to each worker, in the order of their ids.
+    rates: Vec<(WorkerId, f64)>,
+    /// Seconds that a byte takes, in the mean over these.
+    usual: f64,
+}
+
+impl Links {
+    /// Nothing is said.
+    pub const NONE: Links = Links { token_bytes: 0, rates: Vec::new(), usual: 0.0 };
+
+    /// What was said: bytes of a token's KV, and bytes per second to each worker. Rates that are none are left out.
+    pub fn new(token_bytes: u32, rates: impl Iterator<Item = (WorkerId, f64)>) -> Links {
+        let mut rates: Vec<_> = rates.filter(|(_, rate)| rate.is_finite() && *rate >= 1.0).collect();
+        rates.sort_unstable_by_key(|(worker, _)| *worker);
+        let sum: f64 = rates.iter().map(|(_, rate)| 1.0 / rate).sum();
+        Links { token_bytes, usual: sum / rates.len().max(1) as f64, rates }
+    }
+
+    /// Seconds that the KV of a token takes to this worker; as long as is usual to others where it was not measured. 0: nothing was.
+    pub fn token(&self, to: WorkerId) -> f64 {
+        let known = self.rates.binary_search_by_key(&to, |(worker, _)| *worker);
+        let byte = known.map_or(self.usual, |at| 1.0 / self.rates[at].1);
+        byte * f64::from(self.token_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_measured_is_as_fast_as_is_usual() {
+        let id = WorkerId;
+        let odd = [(id(7), f64::NAN), (id(8), 0.0), (id(9), -1.0)];
+        let links = Links::new(1000, [(id(2), 1e6), (id(1), 5e5)].into_iter().chain(odd));
+        assert_eq!([1, 2, 7].map(|to| links.token(id(to))), [0.002, 0.001, 0.0015]);
+        assert_eq!((Links::default().token(id(1)), Links::new(9, odd.into_iter()).token(id(7))), (0.0, 0.0));
+    }
+}
