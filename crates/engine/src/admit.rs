@@ -62,6 +62,9 @@ impl Engine {
     /// Says of parked sequences that their turn is near. One that still waits [`DUE_WAIT_MS`] after that counts no longer as computed before
     /// others: what it lacks may be long in coming.
     pub(crate) fn announce(&mut self, now: Time, events: &mut Vec<Event>) {
+        if self.parked == 0 {
+            return;
+        }
         let lacks = |turn: &Turn| self.sequences.get(&turn.seq).map_or(0, |s| u64::from(s.to_prefill()));
         let mut before: u64 = self.running.iter().map(lacks).sum();
         for turn in &self.waiting {

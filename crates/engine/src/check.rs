@@ -44,6 +44,10 @@ impl Engine {
         if !self.receiving.iter().eq(&in_order(|phase| matches!(phase, Phase::Receiving(_)))) {
             return broken(format!("{:?} are not the receiving sequences in order", self.receiving));
         }
+        let parked = self.sequences.values().filter(|s| s.parked.is_some()).count();
+        if self.parked as usize != parked {
+            return broken(format!("{} are said to be parked, and {parked} are", self.parked));
+        }
         let (running, receiving) = (self.running(), self.receiving());
         if running + receiving > self.config.max_running {
             return broken(format!("{running} running, {receiving} receiving: over max_running"));

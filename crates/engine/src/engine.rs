@@ -36,6 +36,8 @@ pub struct Engine {
     pub(crate) sequences: BTreeMap<SeqId, Sequence>,
     /// Sequences in [`Phase::Waiting`].
     pub(crate) waiting: BTreeSet<Turn>,
+    /// How many of these are parked.
+    pub(crate) parked: u32,
     /// Sequences in [`Phase::Running`], in order of turns.
     pub(crate) running: Vec<Turn>,
     /// Sequences in [`Phase::Receiving`].
@@ -74,6 +76,7 @@ impl Engine {
             host: HostMemory::new(config.swap, geometry),
             sequences: BTreeMap::new(),
             waiting: BTreeSet::new(),
+            parked: 0,
             running: Vec::new(),
             receiving: BTreeSet::new(),
             quarantine: BTreeMap::new(),
@@ -120,6 +123,7 @@ impl Engine {
         (sequence.turn.tag, sequence.start_tag) = (tags.finish, tags.start);
         sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
+        self.parked += u32::from(sequence.parked.is_some());
         self.sequences.insert(seq, sequence);
         Ok(seq)
     }
@@ -185,7 +189,7 @@ impl Engine {
     /// A parked sequence may start from now on. Nothing happens to one that is not parked.
     pub fn unpark(&mut self, seq: SeqId) -> Result<(), EngineError> {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
-        sequence.parked = None;
+        self.parked -= u32::from(sequence.parked.take().is_some());
         Ok(())
     }
 
@@ -386,6 +390,7 @@ impl Engine {
     /// Removes a sequence from its list and frees or quarantines its blocks.
     pub(crate) fn remove(&mut self, seq: SeqId, doom: Doom) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&seq)?;
+        self.parked -= u32::from(sequence.parked.is_some());
         let fence = doom == Doom::Quarantine && sequence.exposed();
         let swapped = sequence.swapped.take();
         // KV that was to come back from host memory may be missing, so its blocks are not indexed.

@@ -96,8 +96,8 @@ pub(crate) struct Prefill {
     pub registration: Option<Registration>,
     tickets: BTreeMap<Ticket, (Caller, u64)>,
     pub callers: BTreeMap<SeqId, Caller>,
-    /// Streams of requests that came without a target.
-    targets: BTreeMap<Call, Aim>,
+    /// Streams of requests that came without a target, with their sequences once these are accepted.
+    targets: BTreeMap<Call, (Aim, Option<SeqId>)>,
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
     next: u64,
@@ -269,7 +269,7 @@ impl World {
             Some((id, target)) => (id, Some(target)),
             None => {
                 prefill.next += 1;
-                prefill.targets.insert(caller.call, aim);
+                prefill.targets.insert(caller.call, (aim, None));
                 (prefill.next, None)
             }
         };
@@ -281,11 +281,7 @@ impl World {
 
     /// The target of a request that came without has arrived.
     fn aimed(&mut self, place: Place, call: Call, target: &[u8]) {
-        let prefill = &mut self.prefills[place];
-        let Some(aim) = prefill.targets.remove(&call) else { return };
-        let Some(seq) = prefill.callers.iter().find(|(_, caller)| caller.call == call).map(|(seq, _)| *seq) else {
-            return;
-        };
+        let Some((aim, Some(seq))) = self.prefills[place].targets.remove(&call) else { return };
         let target = self.open_handoff(place, aim, target).map(|(id, target)| {
             if let Some(handoff) = self.prefills[place].handoffs.get_mut(&id) {
                 handoff.seq = Some(seq);
@@ -402,6 +398,9 @@ impl World {
                     Ok(seq) => {
                         if let Some(handoff) = prefill.handoffs.get_mut(&id) {
                             handoff.seq = Some(seq);
+                        }
+                        if let Some((_, known)) = prefill.targets.get_mut(&caller.call) {
+                            *known = Some(seq);
                         }
                         match caller.cancelled {
                             true => prefill.inbox.push_back(Input::Command(Command::Cancel(seq))),
