@@ -15,6 +15,8 @@ use std::time::Duration;
 use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, NAMED, Outcome, Policy, Prompt, Setup, agents, faster, serve};
 
+/// Loads are compared over the means of so many seconds.
+const LOAD: usize = 5;
 /// What may be set with NAME=NUMBER.
 const SETTINGS: [(&str, f64); 5] =
     [("prefills", 16.0), ("decodes", 16.0), ("routers", 1.0), ("ttft", 15.0), ("itl", 50.0)];
@@ -83,7 +85,7 @@ fn set(settings: &[String]) -> [f64; SETTINGS.len()] {
 }
 
 fn print(rate: f64, name: &str, outcome: &Outcome, ttft_limit: f64, itl_limit: f64) {
-    let (ttft, itl, errors, fluctuation) = (outcome.ttft(), outcome.itl(), outcome.errors(), outcome.fluctuation());
+    let (ttft, itl, errors, fluctuation) = (outcome.ttft(), outcome.itl(), outcome.errors(), outcome.fluctuation(LOAD));
     println!(
         "{rate:>6} {name:<12} {:>7.3} {:>7.3} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>6.3} {:>6.3} {:>8.2} {:>8} {:>5.2} {:>5.2} {:>5.2} {:>5.2}",
         ttft.mean,

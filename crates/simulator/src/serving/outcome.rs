@@ -93,15 +93,15 @@ impl Outcome {
         (of(|served| served.ttft, |(ttft, _)| ttft), of(|served| served.itl, |(_, itl)| itl))
     }
 
-    /// How much the load of the prefill and of the decode workers goes up and down: the standard deviation over the mean, without the first
-    /// quarter, in which it grows.
-    pub fn fluctuation(&self) -> (f64, f64) {
+    /// How much the load of the prefill and of the decode workers goes up and down: the standard deviation over the mean. Of the means of
+    /// `seconds` each, since requests come unevenly within seconds, and without the first quarter, in which the load grows.
+    pub fn fluctuation(&self, seconds: usize) -> (f64, f64) {
         let of = |load: &[f64]| {
-            let load = &load[load.len() / 4..];
-            let count = load.len().max(1) as f64;
-            let mean = load.iter().sum::<f64>() / count;
-            let variance = load.iter().map(|at| (at - mean).powi(2)).sum::<f64>() / count;
-            variance.sqrt() / mean.max(1e-9)
+            let means = load[load.len() / 4..].chunks_exact(seconds).map(|load| load.iter().sum::<f64>());
+            let (count, sum, squares) =
+                means.fold((0.0, 0.0, 0.0), |(n, sum, squares), at| (n + 1.0, sum + at, squares + at * at));
+            let mean = sum / f64::max(count, 1.0);
+            (squares / f64::max(count, 1.0) - mean * mean).max(0.0).sqrt() / mean.max(1e-9)
         };
         (of(&self.prefill_load), of(&self.decode_load))
     }
