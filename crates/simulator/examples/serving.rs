@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! cargo run --release -p baton-simulator --example serving -- conversation_trace.jsonl 10,12,14
-//! cargo run --release -p baton-simulator --example serving -- azure_code.csv 4,8
-//! cargo run --release -p baton-simulator --example serving -- agents 4,6
+//! cargo run --release -p baton-simulator --example serving -- azure_code.csv 4,8 predicted,least-loaded 6000
+//! cargo run --release -p baton-simulator --example serving -- agents 4,6 all 6000 decodes=4 itl=25 routers=3
 //! ```
 //!
-//! The numbers are how many times as fast as recorded the requests come; for `agents`, how many agents begin a second.
+//! The numbers are how many times as fast as recorded the requests come; for `agents`, how many agents begin a second. Then which policies, and
+//! how many requests. Settings: `prefills` and `decodes` workers, `routers`, and the SLOs: `ttft` in seconds, `itl` in milliseconds.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "an example")]
 
 use std::time::Duration;
@@ -14,19 +15,25 @@ use std::time::Duration;
 use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, NAMED, Outcome, Policy, Prompt, Setup, agents, faster, serve};
 
-/// What a request has to meet, in seconds: the first token, and the mean time from one to the next.
-const TTFT: f64 = 15.0;
-const ITL: f64 = 0.05;
+/// Loads are compared over the means of so many seconds.
+const LOAD: usize = 5;
+/// What may be set with NAME=NUMBER.
+const SETTINGS: [(&str, f64); 5] =
+    [("prefills", 16.0), ("decodes", 16.0), ("routers", 1.0), ("ttft", 15.0), ("itl", 50.0)];
 
 fn main() {
-    let mut arguments = std::env::args().skip(1);
+    let (settings, arguments): (Vec<String>, _) = std::env::args().skip(1).partition(|text| text.contains('='));
+    let mut arguments: std::vec::IntoIter<String> = arguments.into_iter();
     let workload = arguments.next().expect("a trace, or agents");
     let rates = arguments.next().expect("rates, with commas");
     let only = arguments.next();
     let count = arguments.next().map_or(usize::MAX, |count| count.parse().unwrap());
-    println!("16 prefill and 16 decode workers; SLOs: first token {TTFT} s, then {} ms", ITL * 1e3);
+    let [prefills, decodes, routers, ttft, itl] = set(&settings);
     println!(
-        "{:>6} {:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>8} {:>8} {:>12}",
+        "{prefills} prefill and {decodes} decode workers, {routers} routers; SLOs: first token {ttft} s, then {itl} ms"
+    );
+    println!(
+        "{:>6} {:<12} {:>7} {:>7} {:>7} {:>7} {:>7} {:>7} {:>6} {:>6} {:>8} {:>8} {:>11} {:>11}",
         "rate",
         "placement",
         "ttft",
@@ -39,6 +46,7 @@ fn main() {
         "met",
         "goodput",
         "rejected",
+        "fluctuation",
         "errors"
     );
     for rate in rates.split(',').map(|rate| rate.parse::<f64>().unwrap()) {
@@ -49,24 +57,37 @@ fn main() {
             ("affinity", Policy::Affinity),
             ("held", Policy::Held),
             ("predicted", Policy::Predicted),
+            ("early", Policy::PresentLoad),
             ("rejecting", Policy::Predicted),
         ] {
             if only.as_ref().is_some_and(|only| !only.split(',').any(|only| only == name || only == "all")) {
                 continue;
             }
             let hardware = Hardware::LLAMA_8B_ON_H200;
-            let limit = |seconds| (name == "rejecting").then(|| Duration::from_secs_f64(seconds));
-            let slo = Slo { first_token: limit(TTFT), token: limit(ITL) };
-            let setup = Setup { hardware, prefills: 16, decodes: 16, routers: 1, policy, local: 256, slo };
-            print(rate, name, &serve(&setup, &prompts));
+            let rejects = matches!(name, "early" | "rejecting");
+            let limit = |seconds| rejects.then(|| Duration::from_secs_f64(seconds));
+            let slo = Slo { first_token: limit(ttft), token: limit(itl / 1e3) };
+            let [prefills, decodes, routers] = [prefills, decodes, routers].map(|count| count as usize);
+            let setup = Setup { hardware, prefills, decodes, routers, policy, local: 256, slo };
+            print(rate, name, &serve(&setup, &prompts), ttft, itl / 1e3);
         }
     }
 }
 
-fn print(rate: f64, name: &str, outcome: &Outcome) {
-    let (ttft, itl, errors) = (outcome.ttft(), outcome.itl(), outcome.errors());
+fn set(settings: &[String]) -> [f64; SETTINGS.len()] {
+    let mut values = SETTINGS.map(|(_, value)| value);
+    for (name, value) in settings.iter().map(|setting| setting.split_once('=').unwrap()) {
+        let at = SETTINGS.iter().position(|(known, _)| *known == name);
+        let at = at.unwrap_or_else(|| panic!("no setting {name:?}: {:?}", SETTINGS.map(|(name, _)| name)));
+        values[at] = value.parse().unwrap();
+    }
+    values
+}
+
+fn print(rate: f64, name: &str, outcome: &Outcome, ttft_limit: f64, itl_limit: f64) {
+    let (ttft, itl, errors, fluctuation) = (outcome.ttft(), outcome.itl(), outcome.errors(), outcome.fluctuation(LOAD));
     println!(
-        "{rate:>6} {name:<12} {:>8.3} {:>8.3} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>6.3} {:>6.3} {:>8.2} {:>8} {:>5.2} {:>5.2}",
+        "{rate:>6} {name:<12} {:>7.3} {:>7.3} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>6.3} {:>6.3} {:>8.2} {:>8} {:>5.2} {:>5.2} {:>5.2} {:>5.2}",
         ttft.mean,
         ttft.p50,
         ttft.p99,
@@ -74,9 +95,11 @@ fn print(rate: f64, name: &str, outcome: &Outcome) {
         itl.p50 * 1e3,
         itl.p99 * 1e3,
         outcome.hits(),
-        outcome.attainment(TTFT, ITL),
-        outcome.goodput(TTFT, ITL),
+        outcome.attainment(ttft_limit, itl_limit),
+        outcome.goodput(ttft_limit, itl_limit),
         outcome.rejected,
+        fluctuation.0,
+        fluctuation.1,
         errors.0,
         errors.1
     );

@@ -168,7 +168,9 @@ impl<'a> Outlook<'a> {
         // As long as the answers that are here now take.
         let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
         let lasts = cost.step(&now.with_row(context)) * expected;
-        let beside = self.load.answers(soon.begins, lasts);
+        // Not when this answer begins: then the longer a prompt takes, the fewer answers would seem to be left beside it, since those that
+        // come meanwhile are not known. One long prompt would be taken in place of many short ones.
+        let beside = self.load.answers(soon.queue, lasts);
         let step = cost.step(&beside.with_row(context));
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
         let handoff = HANDOFF * self.computes;
@@ -212,25 +214,21 @@ impl<'a> Outlook<'a> {
 
 /// What is so whichever prefill worker is taken.
 struct Soon {
-    /// Seconds until the answer begins, where it begins first.
-    begins: f64,
+    /// Seconds until the prompts that are here are computed, where that is first.
+    queue: f64,
     /// How many prompts wait for what this one computes.
     behind: f64,
 }
 
 impl Soon {
     fn of(prefills: &[Outlook<'_>]) -> Soon {
-        let (mut begins, mut queue, mut compute) = (f64::INFINITY, f64::INFINITY, 0.0f64);
-        for prefill in prefills {
-            let queued = prefill.load.queue();
-            (begins, queue) = (begins.min(prefill.waits + prefill.computes), queue.min(queued));
-            compute = compute.max(prefill.computes);
-        }
-        if !begins.is_finite() {
-            return Soon { begins: 0.0, behind: BEHIND };
+        let queue = prefills.iter().map(|prefill| prefill.load.queue()).fold(f64::INFINITY, f64::min);
+        let compute = prefills.iter().map(|prefill| prefill.computes).fold(0.0, f64::max);
+        if prefills.is_empty() {
+            return Soon { queue: 0.0, behind: BEHIND };
         }
         let behind = BEHIND + queue / compute.max(1e-3);
-        Soon { begins, behind: behind.min(MOST_BEHIND) }
+        Soon { queue, behind: behind.min(MOST_BEHIND) }
     }
 }
 

@@ -252,8 +252,8 @@ fn an_answer_goes_where_its_tokens_come_fastest_and_there_is_room() {
     let chosen = place(&mut policy, &view);
     assert_eq!(chosen.placed.decode.0, 12);
     let why = chosen.why.unwrap();
-    // Eight of the ten answers are left when this one begins.
-    assert!((why.terms.token - 0.0118).abs() < 1e-4, "{why:?}");
+    // The ten answers, and this one in the middle of its own.
+    assert!((why.terms.token - 0.0126).abs() < 1e-4, "{why:?}");
     assert!(why.terms.room == 0.0 && why.next.unwrap().1.sum() > why.terms.sum() - 1e-3 && why.considered == 6);
     view[3].load.as_mut().unwrap().room = -3000;
     let chosen = place(&mut policy, &view);
@@ -310,6 +310,21 @@ fn what_would_come_too_late_is_rejected_and_says_why() {
     assert!(missed.token.is_some() && missed.first_token.is_none(), "{missed}");
     view[3].load = rows(3);
     assert_eq!(ids(policy.place(&view, &slow).unwrap()).0, 12, "there it is met");
+}
+
+/// Who takes long to compute is not taken instead of those who do not.
+#[test]
+fn long_and_short_prompts_are_rejected_at_the_same_load() {
+    let (mut policy, mut view) = (Predicted::new(0), loaded());
+    let mut rejected = |tokens: u32, rows: u64, queued: u64| {
+        view[..2].iter_mut().for_each(|prefill| prefill.load = queue(queued));
+        view[2..].iter_mut().for_each(|decode| decode.load = self::rows(rows));
+        let slo = Slo { first_token: None, token: Some(Duration::from_millis(25)) };
+        policy.place(&view, &PlacementInput { tokens, slo, ..ASK }).is_err()
+    };
+    assert_eq!((rejected(2000, 59, 0), rejected(20_000, 59, 0)), (true, true));
+    assert_eq!((rejected(2000, 30, 0), rejected(20_000, 30, 0)), (false, false));
+    assert_eq!((rejected(2000, 59, 40_000), rejected(20_000, 59, 40_000)), (false, false), "most will have ended");
 }
 
 /// A worker may say anything.

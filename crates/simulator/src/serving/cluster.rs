@@ -12,6 +12,7 @@ use baton_policy::{
 };
 use baton_types::{SeqId, TokenOut, WorkerId};
 
+use super::early::PresentLoad;
 use super::outcome::{Outcome, Served};
 use super::worker::Worker;
 use super::{Policy, Prompt, Setup};
@@ -104,6 +105,7 @@ impl<'a> Cluster<'a> {
                 Policy::RoundRobin => Box::<RoundRobin>::default(),
                 Policy::LeastLoaded | Policy::Affinity | Policy::Held => Box::<LeastLoaded>::default(),
                 Policy::Predicted => Box::new(Predicted::new(setup.local)),
+                Policy::PresentLoad => Box::new(PresentLoad(Predicted::new(setup.local))),
             };
             let mut fleet = Fleet::new("m", placement, (number as u64) << 32);
             fleet.update(Arc::clone(&view));
@@ -171,13 +173,13 @@ impl<'a> Cluster<'a> {
     fn arrives(&mut self, request: usize) {
         self.arrived += 1;
         let (prompt, clock) = (&self.prompts[request], self.clock());
-        let knows = matches!(self.setup.policy, Policy::Affinity | Policy::Held | Policy::Predicted);
+        let knows = !matches!(self.setup.policy, Policy::RoundRobin | Policy::LeastLoaded);
         let names: Arc<[BlockName]> =
             if knows { Prefixes::names("", BLOCK, &[], &prompt.tokens()).into() } else { Vec::new().into() };
         let at = request % self.routers.len();
         let router = &mut self.routers[at];
         let held = match self.setup.policy {
-            Policy::Held | Policy::Predicted => router.index.find(&names, 64, request),
+            Policy::Held | Policy::Predicted | Policy::PresentLoad => router.index.find(&names, 64, request),
             _ => Vec::new(),
         };
         let ask = Ask {
@@ -374,9 +376,10 @@ impl<'a> Cluster<'a> {
     }
 
     fn counted(&mut self) {
-        let prefills = &mut self.workers[..self.setup.prefills];
-        let queued = prefills.iter().map(|worker| worker.engine.prompts().map(|range| range.len() as f64).sum::<f64>());
-        self.outcome.queued.push(queued.sum());
+        let (prefills, decodes) = self.workers.split_at_mut(self.setup.prefills);
+        let busy: f64 = prefills.iter_mut().map(Worker::take_busy).sum();
+        self.outcome.prefill_load.push(busy / self.setup.prefills.max(1) as f64);
+        self.outcome.decode_load.push(decodes.iter().map(|worker| worker.in_progress() as f64).sum());
         if self.arrived < self.prompts.len() {
             self.plan(self.now + SECOND, Happens::Counted);
         }

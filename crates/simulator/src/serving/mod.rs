@@ -4,6 +4,7 @@
 use baton_policy::Slo;
 
 mod cluster;
+mod early;
 mod hardware;
 mod outcome;
 mod worker;
@@ -26,6 +27,8 @@ pub enum Policy {
     Held,
     /// Where the predicted time is least.
     Predicted,
+    /// The same, but whether a request is rejected follows from the load at present.
+    PresentLoad,
 }
 
 /// A cluster.
@@ -41,9 +44,9 @@ pub struct Setup {
     pub routers: usize,
     /// How workers are chosen.
     pub policy: Policy,
-    /// With [`Policy::Predicted`]: most tokens that a decode worker computes of a prompt.
+    /// With [`Policy::Predicted`] and [`Policy::PresentLoad`]: most tokens that a decode worker computes of a prompt.
     pub local: u32,
-    /// With [`Policy::Predicted`]: what is predicted to miss it is rejected.
+    /// With [`Policy::Predicted`] and [`Policy::PresentLoad`]: what would miss it is rejected.
     pub slo: Slo,
 }
 

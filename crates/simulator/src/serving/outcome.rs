@@ -26,8 +26,10 @@ pub struct Outcome {
     pub rejected: usize,
     /// Virtual seconds from the first request to the last.
     pub seconds: f64,
-    /// Prompts' time that waited to be computed, summed over the prefill workers, once a second.
-    pub queued: Vec<f64>,
+    /// Share of each second in which the prefill workers computed, in the mean.
+    pub prefill_load: Vec<f64>,
+    /// Tokens of the answers in progress and their prompts, all decode workers together, once a second.
+    pub decode_load: Vec<f64>,
 }
 
 /// Mean, median and 99th percentile.
@@ -91,10 +93,16 @@ impl Outcome {
         (of(|served| served.ttft, |(ttft, _)| ttft), of(|served| served.itl, |(_, itl)| itl))
     }
 
-    /// How much the queued work goes up and down: its standard deviation over its mean.
-    pub fn fluctuation(&self) -> f64 {
-        let mean = self.queued.iter().sum::<f64>() / self.queued.len().max(1) as f64;
-        let variance = self.queued.iter().map(|at| (at - mean).powi(2)).sum::<f64>() / self.queued.len().max(1) as f64;
-        variance.sqrt() / mean.max(1e-9)
+    /// How much the load of the prefill and of the decode workers goes up and down: the standard deviation over the mean. Of the means of
+    /// `seconds` each, since requests come unevenly within seconds, and without the first quarter, in which the load grows.
+    pub fn fluctuation(&self, seconds: usize) -> (f64, f64) {
+        let of = |load: &[f64]| {
+            let means = load[load.len() / 4..].chunks_exact(seconds).map(|load| load.iter().sum::<f64>());
+            let (count, sum, squares) =
+                means.fold((0.0, 0.0, 0.0), |(n, sum, squares), at| (n + 1.0, sum + at, squares + at * at));
+            let mean = sum / f64::max(count, 1.0);
+            (squares / f64::max(count, 1.0) - mean * mean).max(0.0).sqrt() / mean.max(1e-9)
+        };
+        (of(&self.prefill_load), of(&self.decode_load))
     }
 }

@@ -32,6 +32,8 @@ pub(super) struct Worker {
     pub number: u64,
     /// When its link is free, in nanoseconds.
     pub link_free: u64,
+    /// Seconds of the steps that began since it was last asked.
+    busy: f64,
     random: Random,
     out: Vec<TokenOut>,
 }
@@ -68,6 +70,7 @@ impl Worker {
             told: None,
             number: 1,
             link_free: 0,
+            busy: 0.0,
             random: Random(id.0),
             out: Vec::new(),
         }
@@ -100,6 +103,7 @@ impl Worker {
         let work = work(&step);
         let noise = 1.0 + NOISE * f64::from(self.random.unit());
         let took = hardware.step(&work) * noise;
+        self.busy += took;
         self.step = Some((step, work, took));
         Some((took * 1e9) as u64)
     }
@@ -111,6 +115,16 @@ impl Worker {
         self.out.extend(step.rows().iter().filter(|row| row.samples).map(|row| token(row.index)));
         self.engine.apply(step, &mut self.out, &mut self.events);
         self.model.add(&work, std::time::Duration::from_secs_f64(took));
+    }
+
+    /// How many seconds it computed since the last call.
+    pub fn take_busy(&mut self) -> f64 {
+        std::mem::take(&mut self.busy)
+    }
+
+    /// Tokens of the answers in progress and their prompts.
+    pub fn in_progress(&self) -> u64 {
+        backlog(&self.engine, self.model.cost()).work.context
     }
 
     /// What entered and left its cache since the last call, and its load; `None` for what has not changed.
