@@ -95,7 +95,7 @@ baton_runtime::config! {
         /// With predicted: most tokens that a decode worker computes of a prompt, where that is soonest, while there are prefill workers.
         local_prompt: u32 = 256,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
-        /// it; the error says why, and when to retry. Default: none is.
+        /// it; the error says why, and when to retry. A key or a request may have its own (see docs/placement.md). Default: none is.
         reject_ttft: Option<Duration> = None,
         /// With predicted: a request whose tokens are predicted to be further apart than this, in the mean, is rejected so. Default: none is.
         reject_itl: Option<Duration> = None,
@@ -147,7 +147,7 @@ impl RouterConfig {
         if self.registry == EMBEDDED {
             self.internal_tls.check_listener("internal", self.internal)?;
         }
-        if self.placement != PlacementKind::Predicted && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
+        if !self.predicts() && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
             return Err(RouterError::SloNeedsPrediction);
         }
         if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {
@@ -157,6 +157,11 @@ impl RouterConfig {
             return Err(RouterError::BodyMemory { memory: self.body_memory, limit: self.body_limit });
         }
         self.check_addresses()
+    }
+
+    /// Whether the chosen placement predicts when tokens come.
+    pub(crate) fn predicts(&self) -> bool {
+        self.placement == PlacementKind::Predicted
     }
 
     fn check_addresses(&self) -> Result<(), RouterError> {

@@ -19,8 +19,8 @@ use tokio::time::{Instant, sleep_until};
 use crate::error::RequestError;
 use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
-use crate::input::Standing;
 use crate::sink::Sink;
+use crate::standing::Standing;
 use crate::waits::{Alarm, Dormant};
 use crate::worker::{Leg, Word, Workers, open_decode, open_prefill};
 
@@ -44,8 +44,8 @@ pub(crate) struct Job {
     pub max_attempts: u32,
     /// How long workers may send nothing.
     pub patience: Patience,
-    /// When its tokens have to come.
-    pub slo: Slo,
+    /// When its tokens have to come. None: it is served if the first choice of its request is.
+    pub slo: Option<Slo>,
 }
 
 /// A running choice.
@@ -134,8 +134,10 @@ impl Driver {
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
+        let left = deadline.saturating_duration_since(now());
+        let slo = slo.map(|slo| Slo { deadline: Some(left), ..slo }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
-        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience, slo: *slo }
+        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience, slo }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.

@@ -42,6 +42,7 @@ pub(crate) struct Front {
     pub max_attempts: u32,
     patience: Patience,
     slo: Slo,
+    predicts: bool,
     pub bodies: Bodies,
     pub keep_alive: Duration,
     pub send_timeout: Duration,
@@ -59,6 +60,8 @@ pub(crate) struct FrontLimits {
     pub max_attempts: u32,
     pub patience: Patience,
     pub slo: Slo,
+    /// The router predicts whether it will be met.
+    pub predicts: bool,
     pub max_inflight: usize,
     pub body_limit: usize,
     pub body_memory: Bytes,
@@ -125,7 +128,8 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
-        let FrontLimits { request_timeout, max_attempts, patience, slo, keep_alive, send_timeout, .. } = limits;
+        let FrontLimits { request_timeout, max_attempts, patience, slo, predicts, keep_alive, send_timeout, .. } =
+            limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
@@ -135,6 +139,7 @@ impl Front {
             max_attempts,
             patience,
             slo,
+            predicts,
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
             keep_alive,
             send_timeout,
@@ -196,6 +201,7 @@ impl Front {
         if let Some(tenant) = &tenant {
             input.standing = tenant.standing(input.standing)?;
         }
+        let slo = input.standing.promised(self.slo, self.predicts)?;
         let permit = self.admit(input.choices(), tenant.is_some())?;
         let pass = tenant.as_ref().map(|tenant| tenant.admit(input.choices())).transpose()?;
 
@@ -213,7 +219,7 @@ impl Front {
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         // Of a request, the first choice decides: the others share what is computed for it.
-        let (mut choice, mut slo) = (0, self.slo);
+        let (mut choice, mut slo) = (0, Some(slo));
         let block_size = workers.block_size();
         for plan in planned {
             let names: Arc<[BlockName]> = Prefixes::names(&standing.cache_salt, block_size, &[], &plan.prompt).into();
@@ -238,7 +244,7 @@ impl Front {
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
                 let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
-                let slo = std::mem::take(&mut slo);
+                let slo = slo.take();
                 let job = Job {
                     request_id,
                     prompt,

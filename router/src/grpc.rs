@@ -16,12 +16,13 @@ use crate::admission::Admitted;
 use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
-use crate::input::{GenerateInput, Standing};
+use crate::input::GenerateInput;
 use crate::models::{Defaults, Served};
 use crate::openai::{Reader, Said};
 use crate::prompt::{Prompt, Wanted};
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
+use crate::standing::{Standing, slo};
 use crate::tools::Call;
 
 /// Longest request id of a client, bytes. Longer ones are refused.
@@ -194,6 +195,7 @@ fn read(
             cache_salt: request.cache_salt,
             priority: request.priority,
             cache_keep_seconds: request.cache_keep_seconds,
+            slo: slo(request.reject_ttft_ms, request.reject_itl_ms),
             ..Standing::default()
         },
         tenant: None,

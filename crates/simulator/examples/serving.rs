@@ -56,7 +56,7 @@ fn main() {
             }
             let hardware = Hardware::LLAMA_8B_ON_H200;
             let limit = |seconds| (name == "rejecting").then(|| Duration::from_secs_f64(seconds));
-            let slo = Slo { first_token: limit(TTFT), token: limit(ITL) };
+            let slo = Slo { first_token: limit(TTFT), token: limit(ITL), deadline: None };
             let setup = Setup { hardware, prefills: 16, decodes: 16, routers: 1, policy, local: 256, slo };
             print(rate, name, &serve(&setup, &prompts));
         }

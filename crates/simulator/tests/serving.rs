@@ -5,7 +5,7 @@ use std::time::Duration;
 use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, Outcome, Policy, Prompt, Setup, serve};
 
-const NO_SLO: Slo = Slo { first_token: None, token: None };
+const NO_SLO: Slo = Slo { first_token: None, token: None, deadline: None };
 
 /// Conversations of six turns, which begin `every` so many ms. Each turn adds 512 tokens.
 fn conversations(count: u64, every: u64) -> Vec<Prompt> {
@@ -44,7 +44,7 @@ fn predicted_placement_finds_what_is_cached_and_answers_sooner() {
 #[test]
 fn what_would_come_too_late_is_rejected_and_the_others_come_in_time() {
     let prompts = conversations(24, 300);
-    let limit = Slo { first_token: Some(Duration::from_secs(1)), token: None };
+    let limit = Slo { first_token: Some(Duration::from_secs(1)), ..NO_SLO };
     let (all, some) = (served(Policy::Predicted, 1, NO_SLO, &prompts), served(Policy::Predicted, 1, limit, &prompts));
     assert_eq!((some.served.len() + some.rejected, all.rejected), (prompts.len(), 0));
     let (late, rejecting) = (all.attainment(1.0, 9.0), some.attainment(1.0, 9.0));

@@ -13,9 +13,10 @@ use super::output;
 use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
-use crate::input::{GenerateInput, Standing};
+use crate::input::GenerateInput;
 use crate::models::Defaults;
 use crate::prompt::Prompt;
+use crate::standing::{Standing, slo};
 use crate::tenant::Tenant;
 use crate::tools::Tools;
 
@@ -175,6 +176,7 @@ fn assemble(
         cache_salt: common.cache_salt.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
         cache_keep_seconds: common.cache_keep_seconds.unwrap_or_default(),
+        slo: slo(common.reject_ttft_ms, common.reject_itl_ms),
         ..Standing::default()
     };
     let input = GenerateInput {
@@ -268,7 +270,10 @@ fn logit_bias(biases: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, RequestEr
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use baton_policy::Slo;
     use serde_json::{Value, json};
 
     #[test]
@@ -307,7 +312,7 @@ mod tests {
             "seed": -1, "stop": "END", "stop_token_ids": [3], "presence_penalty": 1, "frequency_penalty": -1,
             "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "ignore_eos": true,
             "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true, "user": "u",
-            "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90,
+            "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90, "reject_ttft_ms": 700, "reject_itl_ms": 40,
         })))
         .unwrap();
         let sampling = SamplingParams {
@@ -326,10 +331,11 @@ mod tests {
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!((input.max_tokens, input.seed, input.ignore_eos), (Some(7), Some(u64::MAX), true));
         assert_eq!(input.stop, ["END"]);
-        assert_eq!(
-            input.standing,
-            Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, ..Standing::default() }
-        );
+        let (first_token, token) = (Some(Duration::from_millis(700)), Some(Duration::from_millis(40)));
+        let slo = Slo { first_token, token, deadline: None };
+        let want =
+            Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, slo, ..Standing::default() };
+        assert_eq!(input.standing, want);
         let shown = Asked {
             stream: true,
             include_usage: true,
@@ -385,6 +391,9 @@ mod tests {
             (with(json!({"n": "two"})), "n"),
             (with(json!({"priority": "high"})), "priority"),
             (with(json!({"cache_keep_seconds": -1})), "cache_keep_seconds"),
+            (with(json!({"reject_ttft_ms": "5s"})), "reject_ttft_ms"),
+            (with(json!({"reject_itl_ms": 0.5})), "reject_itl_ms"),
+            (with(json!({"reject_ttft_m": 5})), "reject_ttft_m"),
             (with(json!({"cache_keep_second": 5})), "cache_keep_second"),
             (with(json!({"max_tokns": 4})), "max_tokns"),
             (with(json!({"max_completion_token": 4})), "max_completion_token"),

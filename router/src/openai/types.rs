@@ -95,6 +95,12 @@ pub(crate) struct CommonFields {
     /// Keep the KV of prompt and answer this long, in preference to that of requests that do not ask.
     #[schemars(range(max = 86400))]
     pub cache_keep_seconds: Option<u32>,
+    /// Reject the request when its first token is predicted to come later than this many milliseconds. Absent: as the key or the router says.
+    #[schemars(range(min = 1))]
+    pub reject_ttft_ms: Option<u32>,
+    /// Reject it when its tokens are predicted to be further apart than this, in the mean.
+    #[schemars(range(min = 1))]
+    pub reject_itl_ms: Option<u32>,
     /// The form of the answer.
     pub response_format: Option<ResponseFormat>,
     pub guided_json: Option<serde_json::Value>,

@@ -226,7 +226,9 @@ impl Fleet {
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
-        let Ask { split, decode, tokens, slo, .. } = *ask;
+        let Ask { split, decode, tokens, mut slo, .. } = *ask;
+        // As long as nobody knows how long a prompt takes, nobody misses a deadline for it.
+        slo.deadline = slo.deadline.filter(|_| workers.values().any(|worker| worker.load.knows_prompts()));
         let avoid = &ask.avoid;
         let input =
             PlacementInput { model, split, decode, avoid, tokens, answer, block_size, slo, delays, sent, held, apart };

@@ -39,6 +39,11 @@ impl Load {
         self.forget(at);
     }
 
+    /// Whether the worker has learned how long prompts take.
+    pub fn knows_prompts(&self) -> bool {
+        self.told.is_some_and(|(told, _)| told.cost.chunk + told.cost.token + told.cost.pair > 0.0)
+    }
+
     /// A request was placed here that adds so much.
     pub fn sent(&mut self, number: u64, work: StepWork, blocks: u32, now: Instant) {
         if self.sent.len() >= MOST {

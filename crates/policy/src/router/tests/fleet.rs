@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use baton_kv_cache::BlockName;
+use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::{Member, Role, View};
 
 use super::*;
-use crate::placement::{LeastLoaded, Slo};
+use crate::placement::{LeastLoaded, Predicted, Slo};
 
 fn member(id: WorkerId, role: Role) -> Member {
     Member {
@@ -334,4 +335,21 @@ fn workers_that_cannot_reach_each_other_work_with_others() {
     fleet.update(view(two_and_two().into_iter().filter(|m| m.id != P1).collect()));
     fleet.update(view(two_and_two()));
     assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().placed.prefill, Some(P1), "another process");
+}
+
+#[test]
+fn nothing_is_rejected_for_its_deadline_before_anybody_knows_how_long_prompts_take() {
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)));
+    fleet.update(view(vec![member(D1, Role::Decode)]));
+    let work = StepWork { tokens: 1_000_000, ..StepWork::default() };
+    let mut place = |cost, deadline| {
+        let now = Instant::now();
+        fleet.told(D1, Backlog { work, room: 1000, step_tokens: 512, cost, ..Backlog::default() }, 2, now);
+        let slo = Slo { deadline: Some(Duration::from_secs(deadline)), ..Slo::default() };
+        fleet.place(&Ask { slo, ..ask() }, &[], now).map_err(|failure| failure.late)
+    };
+    assert!(place(StepCost::default(), 1).is_ok());
+    let known = StepCost { token: 1e-4, ..StepCost::default() };
+    assert!(place(known, 10).unwrap_err());
+    assert!(place(known, 1000).is_ok());
 }
