@@ -103,9 +103,10 @@ baton_runtime::config! {
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
-        /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere.
+        /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere; not for batch work.
         first_token_timeout: Duration = Duration::from_secs(300),
-        /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere.
+        /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere; not for batch
+        /// work.
         /// Where there is more to do than room, sequences are preempted and wait; let it be longer than that.
         token_timeout: Duration = Duration::from_secs(300),
         /// An HTTP connection that waits for its next request is closed after this long; for its first, after 10s. Keep it above the idle

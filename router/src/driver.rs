@@ -65,7 +65,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers));
+        let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers, job.standing.class));
         let (gone, process) = (sink.client_gone(), shutdown.clone());
         let broken_off = Dormant::new(async move {
             tokio::select! {
@@ -79,12 +79,17 @@ impl Driver {
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
     ///
-    /// `line`: where it waits for its tenant's turn first.
+    /// `line`: where it waits for its turn first.
     pub async fn run(mut self, line: Option<InLine>) {
         if let Some(line) = line {
             match self.waits(line).await {
                 Ok(turn) => self.sink.begins(turn),
-                Err(error) => return self.sink.fail(error).await,
+                Err(error) => {
+                    if error.kind == ErrorKind::ResourceExhausted {
+                        self.sink.record().rejected(&error);
+                    }
+                    return self.sink.fail(error).await;
+                }
             }
         }
         let mut choice = Choice::start(self.new_request(), now());
@@ -94,7 +99,14 @@ impl Driver {
                     self.forecast.ended();
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
-                Some(Effect::Fail(failure)) => return self.sink.fail(RequestError::from(failure)).await,
+                Some(Effect::Fail(failure)) => {
+                    let late = failure.late;
+                    let error = RequestError::from(failure);
+                    if late {
+                        self.sink.record().rejected(&error);
+                    }
+                    return self.sink.fail(error).await;
+                }
                 Some(effect) => match self.perform(effect).await {
                     Some(input) => input,
                     None => continue,
@@ -110,14 +122,14 @@ impl Driver {
             biased;
             turn = line.turn() => match turn {
                 Some(turn) => return Ok(turn),
-                None => (ErrorKind::ResourceExhausted, "all places are taken, and other tenants have fewer; retry later"),
+                None => (ErrorKind::ResourceExhausted, "all places are taken, and another request went before; retry later"),
             },
             end = &mut self.broken_off => match end {
                 ChoiceInput::ClientGone => (ErrorKind::Cancelled, "the client went away while its request waited"),
                 _ => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
             },
             () = self.alarm.rings(Some(self.job.deadline)) => {
-                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its tenant's turn")
+                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its turn")
             }
         };
         let error = RequestError::new(kind, why);
@@ -137,7 +149,18 @@ impl Driver {
         let left = deadline.saturating_duration_since(now());
         let slo = slo.map(|slo| Slo { deadline: Some(left), ..slo }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
-        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience, slo }
+        NewRequest {
+            prompt,
+            names,
+            block_size,
+            cache_salt,
+            scored,
+            limits,
+            deadline,
+            patience,
+            slo,
+            class: standing.class,
+        }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
@@ -210,7 +233,7 @@ impl Driver {
             // At least 1, because 0 means no deadline.
             deadline_ms: u64::try_from(time_left.as_millis()).unwrap_or(u64::MAX).max(1),
             cache_salt: standing.cache_salt.clone(),
-            priority: standing.priority,
+            priority: standing.class.at_workers(standing.priority),
             cache_keep_seconds: standing.cache_keep_seconds,
             tenant: standing.tenant,
             weight: standing.weight,

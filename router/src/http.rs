@@ -168,6 +168,7 @@ async fn answer(
         prompts: generation.prompts.clone(),
         echoes,
         n: generation.n,
+        class: generation.class,
         frame,
         reader: Reader::new(reasoning, !asked.reasoning, parser),
     };

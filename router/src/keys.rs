@@ -69,6 +69,7 @@ struct Entry {
     weight: u32,
     #[serde(default)]
     highest_priority: i32,
+    class: Option<String>,
     #[serde(default = "yes")]
     keep_kv: bool,
     reject_ttft: Option<String>,
@@ -240,7 +241,9 @@ impl Entry {
             token: self.time("reject_itl", self.reject_itl.as_deref())?,
             deadline: None,
         };
-        Ok(Rights { limits, weight, highest_priority, keep_kv, slo })
+        let wrong = |problem| format!("{}: class: {problem}", self.name);
+        let class = self.class.as_deref().map(str::parse).transpose().map_err(wrong)?.unwrap_or_default();
+        Ok(Rights { limits, weight, highest_priority, class, keep_kv, slo })
     }
 
     fn time(&self, field: &str, text: Option<&str>) -> Result<Option<Duration>, String> {
@@ -348,6 +351,7 @@ mod tests {
             (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
             (entry("a", ONE, "streams = -1"), "streams"),
             (entry("a", ONE, "weight = 0"), "a: weight is 0; it must be 1 to 1000"),
+            (entry("a", ONE, "class = 'flex'"), "a: class: \"flex\" is not one of: interactive, batch"),
             (entry("a", ONE, "reject_ttft = 5"), "reject_ttft"),
             (entry("a", ONE, "reject_ttft = 'soon'"), "a: reject_ttft: "),
             (entry("a", ONE, "reject_itl = '0s'"), "a: reject_itl: it is 0; it must be above 0"),
@@ -363,6 +367,8 @@ mod tests {
         let time = Some(Duration::from_millis(1500));
         let standing = keys(&slo).unwrap().known["a"].standing(Standing::default());
         assert_eq!(standing.unwrap().slo, Slo { first_token: time, ..Slo::default() });
+        let standing = keys(&entry("a", ONE, "class = 'batch'")).unwrap().known["a"].standing(Standing::default());
+        assert!(standing.unwrap().class.is_batch());
         let error = Keys::default().next(slo, false).unwrap_err();
         assert!(error.starts_with("a: reject_ttft and reject_itl need the router's placement"), "{error}");
     }

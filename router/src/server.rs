@@ -237,7 +237,7 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let models = Arc::new(Models::new(models, config, self.tls.as_ref(), self.keys.is_some())?);
+        let models = Arc::new(Models::new(models, config, self.tls.as_ref())?);
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_policy::Slo;
-use baton_types::{MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT};
+use baton_types::{Class, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT};
 
 use crate::error::RequestError;
 
@@ -17,11 +17,14 @@ pub(crate) const REJECT_ITL: &str = "reject_itl_ms";
 pub(crate) struct Standing {
     /// Only requests with the same salt share cached prefixes.
     pub cache_salt: String,
-    /// Requests with a lower value are served first.
+    /// Whether somebody waits for the answer.
+    pub class: Class,
+    /// Requests of the class with a lower value are served first.
     pub priority: i32,
     /// Seconds for which its KV is kept in preference to KV of requests that do not ask for this; 0 does not ask.
     pub cache_keep_seconds: u32,
-    /// When its tokens have to come; what it leaves out is as its key says, else as the router's settings say.
+    /// When its tokens have to come; what it leaves out is as its key says, else as the router's settings say. Batch requests have no other SLO than
+    /// their own.
     pub slo: Slo,
     /// Whose it is, hashed, and that tenant's weight; 0: of nobody in particular.
     pub tenant: u64,
@@ -40,6 +43,12 @@ impl Standing {
         if keep > MAX_CACHE_KEEP_SECONDS {
             let wrong = format!("cache_keep_seconds is {keep}; at most {MAX_CACHE_KEEP_SECONDS} are allowed");
             return Err(RequestError::invalid("cache_keep_seconds", wrong));
+        }
+        let (lowest, highest) = Class::PRIORITIES;
+        let priority = self.priority;
+        if !(lowest..=highest).contains(&priority) {
+            let wrong = format!("priority is {priority}; it must be {lowest} to {highest}");
+            return Err(RequestError::invalid("priority", wrong));
         }
         let zero = |limit: Option<Duration>| limit.is_some_and(|limit| limit.is_zero());
         match self.limits().into_iter().find(|(_, limit)| zero(*limit)) {
@@ -66,6 +75,7 @@ impl Standing {
                     format!("{field} needs a router with placement = predicted; leave it out, or ask another one");
                 Err(RequestError::invalid(field, wrong).code("unsupported_parameter"))
             }
+            _ if self.class.is_batch() => Ok(self.slo),
             _ => Ok(self.slo.or(settings)),
         }
     }
@@ -88,6 +98,9 @@ mod tests {
         assert_eq!(promised(None, None), Ok(settings));
         assert_eq!(promised(Some(100), None), Ok(slo(Some(100), Some(50))), "stricter");
         assert_eq!(promised(None, Some(900)), Ok(slo(Some(5000), Some(900))), "or less strict");
+        let batch = |ttft| Standing { slo: slo(ttft, None), class: Class::Batch, ..Standing::default() };
+        assert_eq!(batch(None).promised(settings, true), Ok(Slo::default()), "batch has none");
+        assert_eq!(batch(Some(9000)).promised(settings, true), Ok(slo(Some(9000), None)), "unless it asks for one");
     }
 
     #[test]
@@ -98,6 +111,9 @@ mod tests {
             assert_eq!((error.param.as_deref(), error.message.contains("at least 1")), (Some(field), true));
         }
         assert_eq!(standing(Some(1), None).check(), Ok(()));
+        let of = |priority| Standing { priority, ..Standing::default() }.check().map_err(|error| error.param.unwrap());
+        assert_eq!((of(Class::PRIORITIES.0), of(Class::PRIORITIES.1)), (Ok(()), Ok(())));
+        assert_eq!(of(Class::PRIORITIES.1 + 1), Err("priority".to_owned()), "it would be batch work");
         let error = standing(None, Some(1)).promised(Slo::default(), false).unwrap_err();
         assert_eq!((error.param.as_deref(), error.code), (Some(REJECT_ITL), Some("unsupported_parameter")));
         assert_eq!(Standing::default().promised(Slo::default(), false), Ok(Slo::default()));

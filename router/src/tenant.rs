@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use baton_policy::{Left, OverLimit, Slo, TenantLimits, TenantMeter};
 use baton_runtime::config::format_duration;
-use baton_types::{ErrorKind, MAX_CACHE_SALT, hash_bytes};
+use baton_types::{Class, ErrorKind, MAX_CACHE_SALT, hash_bytes};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
@@ -37,6 +37,8 @@ pub(crate) struct Rights {
     pub weight: u32,
     /// The lowest value of `priority` it may ask for; lower ones are served first.
     pub highest_priority: i32,
+    /// Batch: all of its requests are.
+    pub class: Class,
     /// It may ask to keep KV.
     pub keep_kv: bool,
     /// When its tokens have to come, unless a request asks for less time.
@@ -84,11 +86,6 @@ impl Tenant {
         hash_bytes(0, self.name.as_bytes()).max(1)
     }
 
-    /// How much of the workers it gets beside others.
-    pub fn weight(&self) -> u32 {
-        self.state().rights.weight
-    }
-
     /// May do this from now on. What it has used stays used.
     pub fn set_rights(&self, rights: Rights) {
         let mut state = self.state();
@@ -119,8 +116,9 @@ impl Tenant {
             return Err(RequestError::invalid("cache_salt", wrong));
         }
         let cache_salt = format!("{}{SEPARATOR}{}", self.name, asked.cache_salt);
-        let slo = self.slo(&asked, rights)?;
-        Ok(Standing { cache_salt, priority, slo, tenant: self.id(), weight: rights.weight, ..asked })
+        let class = asked.class.max(rights.class);
+        let slo = if class.is_batch() { asked.slo } else { self.slo(&asked, rights)? };
+        Ok(Standing { cache_salt, class, priority, slo, tenant: self.id(), weight: rights.weight, ..asked })
     }
 
     /// The SLO of a request: its own where that is within the tenant's, else the tenant's.
@@ -210,7 +208,10 @@ mod tests {
     fn tenant(highest_priority: i32, keep_kv: bool) -> Arc<Tenant> {
         let limits = TenantLimits { requests_per_minute: Some(1), ..TenantLimits::default() };
         let slo = slo(Some(5000), None);
-        Arc::new(Tenant::new("team", Rights { limits, weight: 3, highest_priority, keep_kv, slo }))
+        Arc::new(Tenant::new(
+            "team",
+            Rights { limits, weight: 3, highest_priority, class: Class::Interactive, keep_kv, slo },
+        ))
     }
 
     #[test]
@@ -246,6 +247,24 @@ mod tests {
             refused.message,
             "the API key of team asks for reject_ttft_ms = 5001; the most it may have is 5000, which it has when it leaves reject_ttft_ms out"
         );
+    }
+
+    #[test]
+    fn requests_of_a_batch_key_are_batch_and_have_no_slo_but_their_own() {
+        let tenant = tenant(0, false);
+        let asked = |class, ttft| Standing { class, slo: slo(ttft, None), ..Standing::default() };
+        let standing = |class, ttft| tenant.standing(asked(class, ttft)).map(|s| (s.class, s.slo));
+        let (interactive, batch) = (Class::Interactive, Class::Batch);
+        assert_eq!(standing(interactive, None), Ok((interactive, slo(Some(5000), None))));
+        assert_eq!(standing(batch, None), Ok((batch, Slo::default())));
+        assert_eq!(
+            standing(batch, Some(9000)),
+            Ok((batch, slo(Some(9000), None))),
+            "its tenant's bound is for who waits"
+        );
+        let rights = Rights { class: batch, ..tenant.state().rights };
+        tenant.set_rights(rights);
+        assert_eq!(standing(interactive, None), Ok((batch, Slo::default())));
     }
 
     #[tokio::test(start_paused = true)]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use baton_kv_cache::BlockName;
 use baton_latency::{Backlog, Calibration, StepWork};
 use baton_membership::{Member, Role, View};
-use baton_types::{BatonError, WorkerId, hash_bytes};
+use baton_types::{BatonError, Class, WorkerId, hash_bytes};
 
 use super::capacity::Capacity;
 use super::legs::LegEnd;
@@ -84,6 +84,8 @@ pub struct Ask {
     pub most: u32,
     /// When its tokens have to come.
     pub slo: Slo,
+    /// Batch requests wait for all that a worker has to do, interactive ones for other interactive ones alone.
+    pub class: Class,
 }
 
 /// The workers that joined and left with a view.
@@ -226,7 +228,7 @@ impl Fleet {
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
-        let Ask { split, decode, tokens, mut slo, .. } = *ask;
+        let Ask { split, decode, tokens, mut slo, class, .. } = *ask;
         // As long as nobody knows how long a prompt takes, nobody misses a deadline for it.
         slo.deadline = slo.deadline.filter(|_| workers.values().any(|worker| worker.load.knows_prompts()));
         let avoid = &ask.avoid;
@@ -243,8 +245,8 @@ impl Fleet {
         let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
         for (members, which) in tries {
             let found = match members {
-                Some(members) => candidates(members.iter().copied(), workers, now, which),
-                None => candidates(view.members.iter(), workers, now, which),
+                Some(members) => candidates(members.iter().copied(), workers, class, now, which),
+                None => candidates(view.members.iter(), workers, class, now, which),
             };
             chosen = placement.place(&found, &input);
             match chosen {
@@ -297,12 +299,12 @@ impl Fleet {
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
         let [at_decode, at_prefill] = cached;
         if let Some(worker) = placed.prefill.and_then(|id| self.workers.get_mut(&id)) {
-            worker.load.sent(number, prompt(at_prefill), 0, now);
+            worker.load.sent(number, prompt(at_prefill), 0, ask.class, now);
         }
         if let Some(worker) = self.workers.get_mut(&placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
             let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
-            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, now);
+            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, ask.class, now);
         }
     }
 
@@ -503,6 +505,7 @@ fn works(member: &Member) -> bool {
 fn candidates<'a>(
     members: impl Iterator<Item = &'a Member>,
     workers: &BTreeMap<WorkerId, Worker>,
+    class: Class,
     now: Instant,
     which: impl Fn(WorkerId, &Worker) -> bool,
 ) -> Vec<Candidate<'a>> {
@@ -510,6 +513,7 @@ fn candidates<'a>(
         let worker = workers.get(&m.id).filter(|worker| which(m.id, worker))?;
         let (draining, in_flight, load) =
             (m.draining || worker.draining, worker.in_flight(), worker.load.now(worker.in_flight(), now));
+        let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
         Some(Candidate { id: m.id, role: m.role, model: &m.model, layout: m.layout, draining, in_flight, load })
     };
     members.filter(|m| works(m)).filter_map(candidate).collect()

@@ -187,6 +187,7 @@ impl<'a> Cluster<'a> {
             tokens: prompt.input,
             most: 1 << 14,
             slo: self.setup.slo,
+            class: Default::default(),
         };
         let Ok(chosen) = router.fleet.place(&ask, &held, clock) else {
             self.outcome.rejected += 1;
@@ -374,7 +375,8 @@ impl<'a> Cluster<'a> {
 
     fn counted(&mut self) {
         let prefills = &mut self.workers[..self.setup.prefills];
-        let queued = prefills.iter().map(|worker| worker.engine.prompts().map(|range| range.len() as f64).sum::<f64>());
+        let queued =
+            prefills.iter().map(|worker| worker.engine.prompts().map(|(_, range)| range.len() as f64).sum::<f64>());
         self.outcome.queued.push(queued.sum());
         if self.arrived < self.prompts.len() {
             self.plan(self.now + SECOND, Happens::Counted);

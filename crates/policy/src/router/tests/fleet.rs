@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use baton_kv_cache::BlockName;
-use baton_latency::{Backlog, StepCost, StepWork};
+use baton_latency::{Backlog, BatchWork, StepCost, StepWork};
 use baton_membership::{Member, Role, View};
 
 use super::*;
@@ -51,6 +51,7 @@ fn ask() -> Ask {
         tokens: 100,
         most: 100,
         slo: Slo::default(),
+        class: Class::default(),
     }
 }
 
@@ -352,4 +353,22 @@ fn nothing_is_rejected_for_its_deadline_before_anybody_knows_how_long_prompts_ta
     let known = StepCost { token: 1e-4, ..StepCost::default() };
     assert!(place(known, 10).unwrap_err());
     assert!(place(known, 1000).is_ok());
+}
+
+#[test]
+fn batch_work_is_in_the_way_of_batch_requests_alone() {
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)));
+    fleet.update(view(vec![member(D1, Role::Decode)]));
+    let now = Instant::now();
+    let prompts = |tokens| StepWork { tokens, ..StepWork::default() };
+    let (cost, batch) =
+        (StepCost { token: 1e-3, ..StepCost::default() }, BatchWork { work: prompts(9000), ..BatchWork::default() });
+    let load = Backlog { work: prompts(10_000), room: 1000, step_tokens: 500, cost, batch, ..Backlog::default() };
+    fleet.told(D1, load, 2, now);
+    let mut queue = |class| {
+        let chosen = fleet.place(&Ask { class, ..ask() }, &[], now).unwrap();
+        chosen.why.unwrap().terms.queue
+    };
+    assert!((1.0..2.0).contains(&queue(Class::Interactive)));
+    assert!(queue(Class::Batch) > 9.0);
 }
