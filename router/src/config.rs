@@ -101,7 +101,7 @@ baton_runtime::config! {
         /// that a queue of prompts holds none. 0s: for all prompts, and with any placement.
         late_reservation: Duration = LATE_RESERVATION,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
-        /// it; the error says why, and when to retry. Default: none is.
+        /// it; the error says why, and when to retry. A key or a request may have its own (see docs/placement.md). Default: none is.
         reject_ttft: Option<Duration> = None,
         /// With predicted: a request whose tokens are predicted to be further apart than this, in the mean, is rejected so. Default: none is.
         reject_itl: Option<Duration> = None,
@@ -109,9 +109,10 @@ baton_runtime::config! {
         max_attempts: u32 = 3,
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
-        /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere.
+        /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere; not for batch work.
         first_token_timeout: Duration = Duration::from_secs(300),
-        /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere.
+        /// A worker that takes this long from one token of an answer to the next is given up, and the request goes on elsewhere; not for batch
+        /// work.
         /// Where there is more to do than room, sequences are preempted and wait; let it be longer than that.
         token_timeout: Duration = Duration::from_secs(300),
         /// An HTTP connection that waits for its next request is closed after this long; for its first, after 10s. Keep it above the idle
@@ -153,7 +154,7 @@ impl RouterConfig {
         if self.registry == EMBEDDED {
             self.internal_tls.check_listener("internal", self.internal)?;
         }
-        if self.placement != PlacementKind::Predicted && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
+        if !self.predicts() && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
             return Err(RouterError::SloNeedsPrediction);
         }
         if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {
@@ -163,6 +164,11 @@ impl RouterConfig {
             return Err(RouterError::BodyMemory { memory: self.body_memory, limit: self.body_limit });
         }
         self.check_addresses()
+    }
+
+    /// Whether the chosen placement predicts when tokens come.
+    pub(crate) fn predicts(&self) -> bool {
+        self.placement == PlacementKind::Predicted
     }
 
     fn check_addresses(&self) -> Result<(), RouterError> {

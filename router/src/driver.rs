@@ -20,8 +20,8 @@ use tokio::time::{Instant, sleep_until};
 use crate::error::RequestError;
 use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
-use crate::input::Standing;
 use crate::sink::Sink;
+use crate::standing::Standing;
 use crate::waits::{Alarm, Dormant};
 use crate::worker::{Leg, Word, Workers, open_decode, open_prefill};
 
@@ -45,8 +45,8 @@ pub(crate) struct Job {
     pub max_attempts: u32,
     /// How long workers may send nothing.
     pub patience: Patience,
-    /// When its tokens have to come.
-    pub slo: Slo,
+    /// When its tokens have to come. None: it is served if the first choice of its request is.
+    pub slo: Option<Slo>,
 }
 
 /// A running choice.
@@ -68,7 +68,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// A driver that is ready to run.
     pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
-        let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers));
+        let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers, job.standing.class));
         let (gone, process) = (sink.client_gone(), shutdown.clone());
         let broken_off = Dormant::new(async move {
             tokio::select! {
@@ -82,12 +82,17 @@ impl Driver {
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
     ///
-    /// `line`: where it waits for its tenant's turn first.
+    /// `line`: where it waits for its turn first.
     pub async fn run(mut self, line: Option<InLine>) {
         if let Some(line) = line {
             match self.waits(line).await {
                 Ok(turn) => self.sink.begins(turn),
-                Err(error) => return self.sink.fail(error).await,
+                Err(error) => {
+                    if error.kind == ErrorKind::ResourceExhausted {
+                        self.sink.record().rejected(&error);
+                    }
+                    return self.sink.fail(error).await;
+                }
             }
         }
         let mut choice = Choice::start(self.new_request(), now());
@@ -97,7 +102,14 @@ impl Driver {
                     self.forecast.ended();
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
-                Some(Effect::Fail(failure)) => return self.sink.fail(RequestError::from(failure)).await,
+                Some(Effect::Fail(failure)) => {
+                    let late = failure.late;
+                    let error = RequestError::from(failure);
+                    if late {
+                        self.sink.record().rejected(&error);
+                    }
+                    return self.sink.fail(error).await;
+                }
                 Some(effect) => match self.perform(effect).await {
                     Some(input) => input,
                     None => continue,
@@ -113,14 +125,14 @@ impl Driver {
             biased;
             turn = line.turn() => match turn {
                 Some(turn) => return Ok(turn),
-                None => (ErrorKind::ResourceExhausted, "all places are taken, and other tenants have fewer; retry later"),
+                None => (ErrorKind::ResourceExhausted, "all places are taken, and another request went before; retry later"),
             },
             end = &mut self.broken_off => match end {
                 ChoiceInput::ClientGone => (ErrorKind::Cancelled, "the client went away while its request waited"),
                 _ => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
             },
             () = self.alarm.rings(Some(self.job.deadline)) => {
-                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its tenant's turn")
+                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its turn")
             }
         };
         let error = RequestError::new(kind, why);
@@ -137,8 +149,21 @@ impl Driver {
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
+        let left = deadline.saturating_duration_since(now());
+        let slo = slo.map(|slo| Slo { deadline: Some(left), ..slo }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
-        NewRequest { prompt, names, block_size, cache_salt, scored, limits, deadline, patience, slo: *slo }
+        NewRequest {
+            prompt,
+            names,
+            block_size,
+            cache_salt,
+            scored,
+            limits,
+            deadline,
+            patience,
+            slo,
+            class: standing.class,
+        }
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
@@ -219,7 +244,7 @@ impl Driver {
             // At least 1, because 0 means no deadline.
             deadline_ms: u64::try_from(time_left.as_millis()).unwrap_or(u64::MAX).max(1),
             cache_salt: standing.cache_salt.clone(),
-            priority: standing.priority,
+            priority: standing.class.at_workers(standing.priority),
             cache_keep_seconds: standing.cache_keep_seconds,
             tenant: standing.tenant,
             weight: standing.weight,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use baton_policy::Chosen;
-use baton_types::WorkerId;
+use baton_types::{Class, WorkerId};
 use tokio::time::Instant;
 
 use crate::worker::{Placement, Workers};
@@ -15,8 +15,8 @@ const ENOUGH: u32 = 8;
 pub(crate) struct Forecast {
     workers: Arc<Workers>,
     now: Option<Placed>,
-    /// A worker failed: times say nothing of predictions any more.
-    failed: bool,
+    /// Its times say nothing of predictions: it is batch work, which gives way to what comes later, or a worker failed.
+    apart: bool,
 }
 
 struct Placed {
@@ -29,14 +29,14 @@ struct Placed {
 }
 
 impl Forecast {
-    /// Of a choice that is not placed yet.
-    pub fn new(workers: &Arc<Workers>) -> Forecast {
-        Forecast { workers: Arc::clone(workers), now: None, failed: false }
+    /// Of a choice of this class that is not placed yet.
+    pub fn new(workers: &Arc<Workers>, class: Class) -> Forecast {
+        Forecast { workers: Arc::clone(workers), now: None, apart: class.is_batch() }
     }
 
     /// The choice was placed, for the first time or again.
     pub fn placed(&mut self, placement: &Placement) {
-        self.failed |= self.now.is_some();
+        self.apart |= self.now.is_some();
         self.over();
         let placed =
             |chosen: &Chosen| Placed { chosen: *chosen, number: placement.number, at: Instant::now(), tokens: None };
@@ -59,7 +59,7 @@ impl Forecast {
             None => {
                 placed.tokens = Some((now, now, 0));
                 self.workers.begun(&placed.chosen);
-                if let Some(why) = placed.chosen.why.filter(|_| !self.failed) {
+                if let Some(why) = placed.chosen.why.filter(|_| !self.apart) {
                     let time = (now - placed.at).as_secs_f64();
                     self.workers.measured(placed.number, &why.terms, Some(time), None);
                 }
@@ -72,7 +72,7 @@ impl Forecast {
         let Some(Placed { chosen, number, tokens: Some((first, last, tokens @ ENOUGH..)), .. }) = &self.now else {
             return;
         };
-        if let Some(why) = chosen.why.filter(|_| !self.failed) {
+        if let Some(why) = chosen.why.filter(|_| !self.apart) {
             let time = (*last - *first).as_secs_f64() / f64::from(*tokens);
             self.workers.measured(*number, &why.terms, None, Some(time));
         }

@@ -5,10 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use baton_policy::{BlockName, Patience, Prefixes, Slo};
-use baton_runtime::{Bytes, Shutdown, metrics as names};
-use baton_types::ErrorKind;
-use metrics::counter;
+use baton_policy::{Asks, BlockName, Patience, Prefixes, Slo};
+use baton_runtime::{Bytes, Shutdown};
+use baton_types::{Class, ErrorKind};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout};
 
@@ -19,8 +18,9 @@ use crate::gate::Gate;
 use crate::input::GenerateInput;
 use crate::keys::KeyRing;
 use crate::models::{Models, Served};
-use crate::record::Record;
+use crate::record::{Record, rejected};
 use crate::sink::{Event, EventKind, Sink, Way, broken_off};
+use crate::standing::Standing;
 use crate::stop::StopMatcher;
 use crate::tenant::{Pass, Tenant};
 
@@ -42,6 +42,7 @@ pub(crate) struct Front {
     pub max_attempts: u32,
     patience: Patience,
     slo: Slo,
+    predicts: bool,
     pub bodies: Bodies,
     pub keep_alive: Duration,
     pub send_timeout: Duration,
@@ -59,6 +60,8 @@ pub(crate) struct FrontLimits {
     pub max_attempts: u32,
     pub patience: Patience,
     pub slo: Slo,
+    /// The router predicts whether it will be met.
+    pub predicts: bool,
     pub max_inflight: usize,
     pub body_limit: usize,
     pub body_memory: Bytes,
@@ -110,6 +113,8 @@ impl Slot {
 pub(crate) struct Generation {
     /// The model that answers.
     pub served: Served,
+    /// The class that it is served as.
+    pub class: Class,
     /// Token ids of each prompt.
     pub prompts: Vec<Arc<[u32]>>,
     /// Answers per prompt; choice `c` answers prompt `c / n`.
@@ -125,7 +130,8 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
-        let FrontLimits { request_timeout, max_attempts, patience, slo, keep_alive, send_timeout, .. } = limits;
+        let FrontLimits { request_timeout, max_attempts, patience, slo, predicts, keep_alive, send_timeout, .. } =
+            limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
@@ -135,6 +141,7 @@ impl Front {
             max_attempts,
             patience,
             slo,
+            predicts,
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
             keep_alive,
             send_timeout,
@@ -156,9 +163,9 @@ impl Front {
         draining.or_else(|| self.models.not_ready())
     }
 
-    /// Counts a request that was refused before any work was done.
+    /// Counts a request that was refused before its class was known.
     pub fn refused(&self, error: &RequestError) {
-        counter!(names::REJECTED, "reason" => error.code.unwrap_or(error.kind.as_str())).increment(1);
+        rejected(error, "unknown");
     }
 
     /// Deadline of a request that arrived at `received`: the configured timeout, or the client's if that is shorter.
@@ -180,7 +187,7 @@ impl Front {
         let started = self.start(input, &record).await;
         if let Err(error) = &started {
             record.failed(error);
-            self.refused(error);
+            record.rejected(error);
         }
         started
     }
@@ -196,24 +203,32 @@ impl Front {
         if let Some(tenant) = &tenant {
             input.standing = tenant.standing(input.standing)?;
         }
-        let permit = self.admit(input.choices(), tenant.is_some())?;
+        let slo = input.standing.promised(self.slo, self.predicts)?;
+        let class = input.standing.class;
+        record.class(class);
+        let lines_up = tenant.is_some() || class.is_batch();
+        let permit = self.admit(input.choices(), class, tenant.is_some())?;
         let pass = tenant.as_ref().map(|tenant| tenant.admit(input.choices())).transpose()?;
 
         let (n, deadline, stop, standing) = (input.n, input.deadline, input.stop.clone(), input.standing.clone());
         let (calls, only_prompt) = (input.tools.is_some(), input.only_prompt);
         let choices = input.choices();
         let planned = input.plan(model, workers.capacity()).await?;
-        let permit = match (permit, tenant.as_deref()) {
-            (None, Some(tenant)) => self.make_room(choices, tenant).await?,
-            (None, None) => return Err(self.full()),
-            (Some(permit), _) => permit,
+        let permit = match permit {
+            None => self.make_room(choices, &standing).await?,
+            Some(permit) => permit,
         };
         let slot = Slot::new(permit, pass);
         let (out, events) = mpsc::channel(EVENTS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         // Of a request, the first choice decides: the others share what is computed for it.
-        let (mut choice, mut slo) = (0, self.slo);
+        let (mut choice, mut slo) = (0, Some(slo));
+        // Batch work may wait as long as others have work, until its deadline.
+        let patience = match class {
+            Class::Interactive => self.patience,
+            Class::Batch => Patience { first_token: LONGEST, token: LONGEST },
+        };
         let block_size = workers.block_size();
         for plan in planned {
             let names: Arc<[BlockName]> = Prefixes::names(&standing.cache_salt, block_size, &[], &plan.prompt).into();
@@ -237,8 +252,8 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts, patience) = (Arc::clone(&names), self.max_attempts, self.patience);
-                let slo = std::mem::take(&mut slo);
+                let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
+                let slo = slo.take();
                 let job = Job {
                     request_id,
                     prompt,
@@ -252,8 +267,9 @@ impl Front {
                     slo,
                 };
                 let tokens = std::mem::replace(&mut tokens, 1);
-                let line = tenant.as_ref().zip(gate.as_ref());
-                let line = line.map(|(tenant, gate)| gate.line_up(tenant, job.standing.priority, tokens, choices == 1));
+                let Standing { priority, tenant: whose, weight, .. } = job.standing;
+                let asks = Asks { class, weight, priority, prompt_tokens: tokens, alone: choices == 1 };
+                let line = lines_up.then(|| gate.line_up(whose, asks));
                 let driver = Driver::new(job, Arc::clone(workers), self.shutdown.clone(), sink);
                 let slot = slot.clone();
                 tokio::spawn(async move {
@@ -265,39 +281,41 @@ impl Front {
             prompts.push(plan.prompt);
         }
         let open = vec![true; choice as usize];
-        Ok(Generation { served, prompts, n, events, open, only_prompt, failure, slot })
+        Ok(Generation { served, class, prompts, n, events, open, only_prompt, failure, slot })
     }
 
-    /// Where tenants' requests wait for their turn, for each model.
+    /// Where requests wait for their turn, for each model.
     fn gates(&self) -> impl Iterator<Item = &Arc<Gate>> {
-        self.models.all().filter_map(|served| served.gate.as_ref())
+        self.models.all().map(|served| &served.gate)
     }
 
-    fn has_line(&self) -> bool {
-        self.gates().any(|gate| gate.has_line())
+    /// Whether somebody waits who may be turned away for a request of this class.
+    fn may_make_room(&self, class: Class) -> bool {
+        self.gates().any(|gate| gate.may_make_room(class))
     }
 
     /// Fails while every slot is taken, and nobody waits who might have to give one up.
     pub fn has_room(&self) -> Result<(), RequestError> {
         match self.slots.available_permits() {
-            0 if !self.has_line() => Err(self.full()),
+            // Of the class nothing is known yet.
+            0 if !self.may_make_room(Class::Interactive) => Err(self.full()),
             _ => Ok(()),
         }
     }
 
     /// Reserves a slot for every choice, or refuses the request before any work is done. None: there are none, but somebody waits whose slots
-    /// the request of a tenant may get.
-    fn admit(&self, choices: u32, tenant: bool) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
+    /// the request may get: batch work for interactive requests, other tenants for a tenant.
+    fn admit(&self, choices: u32, class: Class, tenant: bool) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
         match Arc::clone(&self.slots).try_acquire_many_owned(choices) {
             Ok(permit) => Ok(Some(permit)),
-            Err(_) if tenant && self.has_line() => Ok(None),
+            Err(_) if (tenant || !class.is_batch()) && self.may_make_room(class) => Ok(None),
             Err(_) => Err(self.full()),
         }
     }
 
-    /// Slots of requests that wait, of tenants that have more of them than this one.
-    async fn make_room(&self, choices: u32, tenant: &Tenant) -> Result<OwnedSemaphorePermit, RequestError> {
-        if !self.gates().any(|gate| gate.make_room(tenant, choices)) {
+    /// Slots of requests that wait, of batch work or of tenants that have more of them than this one.
+    async fn make_room(&self, choices: u32, standing: &Standing) -> Result<OwnedSemaphorePermit, RequestError> {
+        if !self.gates().any(|gate| gate.make_room(standing, choices)) {
             return Err(self.full());
         }
         // Those that were turned away give up their slots as soon as they have told their clients.

@@ -1,14 +1,15 @@
-//! The tenants' queue in front of the workers, where clients need a key. The core in `baton-policy` decides whose turn it is.
+//! The queue in front of the workers: of all requests where clients need a key, else of batch work. The core in `baton-policy` decides whose turn it is.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use baton_policy::{Begun, Ticket};
+use baton_policy::{Asks, Begun, Ticket};
 use baton_runtime::metrics as names;
+use baton_types::Class;
 use metrics::gauge;
 use tokio::sync::oneshot;
 
-use crate::tenant::Tenant;
+use crate::standing::Standing;
 use crate::worker::Workers;
 
 type Core = baton_policy::Gate<u64, oneshot::Sender<Turn>>;
@@ -26,6 +27,7 @@ pub(crate) struct Gate {
 pub(crate) struct InLine {
     gate: Arc<Gate>,
     tenant: u64,
+    class: Class,
     ticket: Ticket,
     turn: oneshot::Receiver<Turn>,
 }
@@ -46,12 +48,11 @@ impl Gate {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a choice in line. Of one tenant, lower priorities are first. `alone`: it is all of its request, so it may be turned away.
-    pub fn line_up(self: &Arc<Gate>, tenant: &Tenant, priority: i32, prompt_tokens: u32, alone: bool) -> InLine {
+    /// Puts a choice of a tenant in line; 0: of nobody in particular.
+    pub fn line_up(self: &Arc<Gate>, tenant: u64, asks: Asks) -> InLine {
         let (sender, turn) = oneshot::channel();
-        let (id, weight) = (tenant.id(), tenant.weight());
-        let ticket = self.core().push(id, weight, priority, prompt_tokens, alone, sender);
-        let in_line = InLine { gate: Arc::clone(self), tenant: id, ticket, turn };
+        let ticket = self.core().push(tenant, asks, sender);
+        let in_line = InLine { gate: Arc::clone(self), tenant, class: asks.class, ticket, turn };
         self.open();
         in_line
     }
@@ -73,16 +74,16 @@ impl Gate {
         }
     }
 
-    /// Turns away so many waiting choices of tenants that have more of them for their weight; all or none. False: none.
-    pub fn make_room(&self, tenant: &Tenant, count: u32) -> bool {
+    /// Turns away so many waiting choices, batch ones or those of tenants that have more of them for their weight; all or none. False: none.
+    pub fn make_room(&self, standing: &Standing, count: u32) -> bool {
         // Dropped after the lock: that tells them.
-        let out = self.core().make_room(&tenant.id(), tenant.weight(), count);
+        let out = self.core().make_room(standing.class, &standing.tenant, standing.weight, count);
         !out.is_empty()
     }
 
-    /// Whether anybody waits.
-    pub fn has_line(&self) -> bool {
-        self.core().waiting() > 0
+    /// Whether somebody waits who may be turned away for a request of this class.
+    pub fn may_make_room(&self, class: Class) -> bool {
+        self.core().may_make_room(class)
     }
 }
 
@@ -95,7 +96,7 @@ impl InLine {
 
 impl Drop for InLine {
     fn drop(&mut self) {
-        let removed = self.gate.core().remove(&self.tenant, self.ticket);
+        let removed = self.gate.core().remove(self.class, &self.tenant, self.ticket);
         if removed.is_some() {
             // It may have stood before one that fits.
             self.gate.open();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
-use baton_types::{Constraint, ErrorKind, RequestId, SamplingParams, random_u64};
+use baton_types::{Class, Constraint, ErrorKind, RequestId, SamplingParams, random_u64};
 use futures::Stream;
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
@@ -16,12 +16,13 @@ use crate::admission::Admitted;
 use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
-use crate::input::{GenerateInput, Standing};
+use crate::input::GenerateInput;
 use crate::models::{Defaults, Served};
 use crate::openai::{Reader, Said};
 use crate::prompt::{Prompt, Wanted};
 use crate::revocable::revocable;
 use crate::sink::{Event, EventKind};
+use crate::standing::{Standing, slo};
 use crate::tools::Call;
 
 /// Longest request id of a client, bytes. Longer ones are refused.
@@ -64,6 +65,10 @@ impl v1::inference_server::Inference for Inference {
             false,
             tools.map(|tools| model.tool_parser(&tools)),
         );
+        let class = match generation.class {
+            Class::Interactive => v1::Class::Interactive,
+            Class::Batch => v1::Class::Batch,
+        };
         let slot = generation.slot();
         let answers: Answers = Box::pin(async_stream::stream! {
             let mut sent = 0;
@@ -96,7 +101,7 @@ impl v1::inference_server::Inference for Inference {
                             cached_tokens: usage.cached_tokens,
                         };
                         let reason = v1::FinishReason::from(reason).into();
-                        let finish = Some(v1::Finish { reason, usage: Some(usage) });
+                        let finish = Some(v1::Finish { reason, usage: Some(usage), class: class.into() });
                         let mut response = said(reader.push(text));
                         add(&mut response, reader.finish());
                         yield Ok(v1::GenerateResponse { index: sent, finish, ..response });
@@ -172,6 +177,14 @@ fn read(
         true => format!("gen-{:016x}", random_u64()),
         false => request.request_id,
     };
+    let class = match v1::Class::try_from(request.class) {
+        Ok(v1::Class::Batch) => Class::Batch,
+        Ok(v1::Class::Unspecified | v1::Class::Interactive) => Class::Interactive,
+        Err(_) => {
+            let wrong = format!("class is {}; it must be CLASS_INTERACTIVE or CLASS_BATCH", request.class);
+            return Err(RequestError::invalid("class", wrong));
+        }
+    };
     let defaults = defaults.of(&request.model);
     let mut asked = request.sampling.unwrap_or_default();
     let only_prompt = asked.max_tokens == Some(0) && asked.prompt_logprobs.is_some();
@@ -192,8 +205,10 @@ fn read(
         tools,
         standing: Standing {
             cache_salt: request.cache_salt,
+            class,
             priority: request.priority,
             cache_keep_seconds: request.cache_keep_seconds,
+            slo: slo(request.reject_ttft_ms, request.reject_itl_ms),
             ..Standing::default()
         },
         tenant: None,

@@ -18,13 +18,14 @@ use crate::body::{Bodies, Held, Share};
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
 use crate::heavy;
-use crate::input::{GenerateInput, Standing};
+use crate::input::GenerateInput;
 use crate::models::Served;
 use crate::openai::{
     self, Answer, Asked, Echo, Endpoint, Envelope, ErrorBody, Model, ModelList, Reader, Shape, UsageSum,
 };
 use crate::sink::EventKind;
 use crate::sse;
+use crate::standing::Standing;
 use crate::tenant::{Pass, Tenant};
 
 /// Length from which a body is parsed on a thread of its own, so that other requests do not wait for it.
@@ -167,6 +168,7 @@ async fn answer(
         prompts: generation.prompts.clone(),
         echoes,
         n: generation.n,
+        class: generation.class,
         frame,
         reader: Reader::new(reasoning, !asked.reasoning, parser),
     };

@@ -5,12 +5,13 @@
 use std::sync::Arc;
 
 use baton_policy::Capacity;
-use baton_types::{MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, SamplingParams, random_u64};
+use baton_types::{RequestId, SamplingParams, random_u64};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::model::ServedModel;
 use crate::prompt::{Prompt, Wanted};
+use crate::standing::Standing;
 use crate::tenant::Tenant;
 use crate::tools::{Choice, Tools};
 
@@ -22,20 +23,6 @@ const MAX_STOP_IDS: usize = 256;
 const MAX_BIASES: usize = 1024;
 /// Most prompt tokens whose log probabilities a request of several choices gets, all together: they are held until the answer is sent (I5).
 const MAX_SCORED: u64 = 32 << 10;
-
-/// How a request is cached and ranked among others. Its answer does not depend on this (I1).
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Standing {
-    /// Only requests with the same salt share cached prefixes.
-    pub cache_salt: String,
-    /// Requests with a lower value are served first.
-    pub priority: i32,
-    /// Seconds for which its KV is kept in preference to KV of requests that do not ask for this; 0 does not ask.
-    pub cache_keep_seconds: u32,
-    /// Whose it is, hashed, and that tenant's weight; 0: of nobody in particular.
-    pub tenant: u64,
-    pub weight: u32,
-}
 
 /// One request, with one or more prompts.
 #[derive(Clone, Debug)]
@@ -62,7 +49,7 @@ pub(crate) struct GenerateInput {
     pub wanted: Option<Wanted>,
     /// Functions the model may call. Only for chats, and not together with `wanted`.
     pub tools: Option<Tools>,
-    /// How it is cached and ranked.
+    /// How it is cached and ranked, and what it is promised.
     pub standing: Standing,
     /// Who asks, where clients need a key.
     pub tenant: Option<Arc<Tenant>>,
@@ -87,6 +74,7 @@ impl GenerateInput {
     /// Checks everything that needs no tokenising.
     pub fn check(&self, model: &ServedModel) -> Result<(), RequestError> {
         self.check_counts()?;
+        self.standing.check()?;
         self.check_ids(model.vocab_size())?;
         self.tools.as_ref().map_or(Ok(()), |tools| model.check_tools(tools))
     }
@@ -154,16 +142,6 @@ impl GenerateInput {
                 "stop",
                 format!("stop has {count} strings; at most {MAX_STOPS} are allowed"),
             ));
-        }
-        let salt = self.standing.cache_salt.len();
-        if salt > MAX_CACHE_SALT {
-            let wrong = format!("cache_salt has {salt} bytes; at most {MAX_CACHE_SALT} are allowed");
-            return Err(RequestError::invalid("cache_salt", wrong));
-        }
-        let keep = self.standing.cache_keep_seconds;
-        if keep > MAX_CACHE_KEEP_SECONDS {
-            let wrong = format!("cache_keep_seconds is {keep}; at most {MAX_CACHE_KEEP_SECONDS} are allowed");
-            return Err(RequestError::invalid("cache_keep_seconds", wrong));
         }
         if let Some(bad) = self.stop.iter().find(|s| s.is_empty() || s.len() > MAX_STOP_BYTES) {
             let length = bad.len();

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use baton_policy::TenantLimits;
+use baton_policy::{Slo, TenantLimits};
 use baton_runtime::Shutdown;
+use baton_runtime::config::parse_duration;
 use baton_types::ErrorKind;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -31,6 +32,8 @@ type Hash = [u8; 32];
 #[derive(Debug)]
 pub(crate) struct KeyRing {
     path: PathBuf,
+    /// The router predicts whether an SLO will be met.
+    predicts: bool,
     keys: RwLock<Arc<Keys>>,
 }
 
@@ -66,8 +69,11 @@ struct Entry {
     weight: u32,
     #[serde(default)]
     highest_priority: i32,
+    class: Option<String>,
     #[serde(default = "yes")]
     keep_kv: bool,
+    reject_ttft: Option<String>,
+    reject_itl: Option<String>,
 }
 
 fn one() -> u32 {
@@ -79,15 +85,15 @@ fn yes() -> bool {
 }
 
 impl KeyRing {
-    /// Reads the file.
+    /// Reads the file, for a router that `predicts` whether an SLO will be met, or does not.
     ///
     /// # Errors
     /// It cannot be read, or a field of it is wrong.
-    pub fn open(path: &Path) -> Result<KeyRing, RouterError> {
-        let keys = read(path).and_then(|text| Keys::default().next(text));
+    pub fn open(path: &Path, predicts: bool) -> Result<KeyRing, RouterError> {
+        let keys = read(path).and_then(|text| Keys::default().next(text, predicts));
         let keys = keys.map_err(|problem| RouterError::Keys { path: path.to_owned(), problem })?;
         tracing::info!(path = %path.display(), keys = keys.tenants.len(), "clients need an API key");
-        Ok(KeyRing { path: path.to_owned(), keys: RwLock::new(Arc::new(keys)) })
+        Ok(KeyRing { path: path.to_owned(), predicts, keys: RwLock::new(Arc::new(keys)) })
     }
 
     /// The tenant of a request, by its Authorization header.
@@ -150,7 +156,7 @@ impl KeyRing {
     }
 
     fn replace(&self, text: String) -> Result<(), String> {
-        let next = self.keys().next(text)?;
+        let next = self.keys().next(text, self.predicts)?;
         match next.tenants.len() {
             0 => tracing::warn!(path = %self.path.display(), "the file has no API keys any more: nobody is served"),
             keys => tracing::info!(path = %self.path.display(), keys, "API keys read again"),
@@ -162,13 +168,18 @@ impl KeyRing {
 
 impl Keys {
     /// The keys of a new text of the file. Tenants that stay keep what they have used.
-    fn next(&self, text: String) -> Result<Keys, String> {
+    fn next(&self, text: String, predicts: bool) -> Result<Keys, String> {
         let entries = parse(&text)?;
         let mut known: HashMap<String, Arc<Tenant>> =
             self.known.iter().filter(|(_, tenant)| tenant.owes()).map(|(name, t)| (name.clone(), t.clone())).collect();
         let mut tenants = HashMap::new();
         for (entry, hashes) in entries {
-            let rights = entry.rights();
+            let rights = entry.rights()?;
+            if !predicts && rights.slo != Slo::default() {
+                let why =
+                    "reject_ttft and reject_itl need the router's placement = predicted: the others predict nothing";
+                return Err(format!("{}: {why}", entry.name));
+            }
             let tenant = match self.known.get(&entry.name) {
                 Some(tenant) => Arc::clone(tenant),
                 None => Arc::new(Tenant::new(&entry.name, rights)),
@@ -217,14 +228,30 @@ fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
 }
 
 impl Entry {
-    fn rights(&self) -> Rights {
+    /// What it may do; says which field is wrong.
+    fn rights(&self) -> Result<Rights, String> {
         let limits = TenantLimits {
             requests_per_minute: self.requests_per_minute,
             tokens_per_minute: self.tokens_per_minute,
             streams: self.streams,
         };
         let Entry { weight, highest_priority, keep_kv, .. } = *self;
-        Rights { limits, weight, highest_priority, keep_kv }
+        let slo = Slo {
+            first_token: self.time("reject_ttft", self.reject_ttft.as_deref())?,
+            token: self.time("reject_itl", self.reject_itl.as_deref())?,
+            deadline: None,
+        };
+        let wrong = |problem| format!("{}: class: {problem}", self.name);
+        let class = self.class.as_deref().map(str::parse).transpose().map_err(wrong)?.unwrap_or_default();
+        Ok(Rights { limits, weight, highest_priority, class, keep_kv, slo })
+    }
+
+    fn time(&self, field: &str, text: Option<&str>) -> Result<Option<Duration>, String> {
+        let wrong = |problem| format!("{}: {field}: {problem}", self.name);
+        match text.map(parse_duration).transpose().map_err(wrong)? {
+            Some(Duration::ZERO) => Err(wrong("it is 0; it must be above 0, or be left out".to_owned())),
+            time => Ok(time),
+        }
     }
 }
 
@@ -273,17 +300,18 @@ fn refused(wrong: &str) -> RequestError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::standing::Standing;
 
     /// Of the keys "one" and "two".
     const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
     const TWO: &str = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
 
     fn keys(text: &str) -> Result<Keys, String> {
-        Keys::default().next(text.to_owned())
+        Keys::default().next(text.to_owned(), true)
     }
 
     fn ring(text: &str) -> KeyRing {
-        KeyRing { path: PathBuf::new(), keys: RwLock::new(Arc::new(keys(text).unwrap())) }
+        KeyRing { path: PathBuf::new(), predicts: true, keys: RwLock::new(Arc::new(keys(text).unwrap())) }
     }
 
     fn name(ring: &KeyRing, header: &str) -> Option<String> {
@@ -323,6 +351,10 @@ mod tests {
             (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
             (entry("a", ONE, "streams = -1"), "streams"),
             (entry("a", ONE, "weight = 0"), "a: weight is 0; it must be 1 to 1000"),
+            (entry("a", ONE, "class = 'flex'"), "a: class: \"flex\" is not one of: interactive, batch"),
+            (entry("a", ONE, "reject_ttft = 5"), "reject_ttft"),
+            (entry("a", ONE, "reject_ttft = 'soon'"), "a: reject_ttft: "),
+            (entry("a", ONE, "reject_itl = '0s'"), "a: reject_itl: it is 0; it must be above 0"),
             (entry("a", ONE, "") + &entry("a", TWO, ""), "there twice"),
             (entry("a", ONE, "") + &entry("b", ONE, ""), "there twice"),
         ] {
@@ -331,6 +363,14 @@ mod tests {
             assert!(!error.contains("0123456789"), "a key is not told: {error}");
         }
         assert!(keys("").unwrap().tenants.is_empty(), "nobody may ask");
+        let slo = entry("a", ONE, "reject_ttft = '1500ms'");
+        let time = Some(Duration::from_millis(1500));
+        let standing = keys(&slo).unwrap().known["a"].standing(Standing::default());
+        assert_eq!(standing.unwrap().slo, Slo { first_token: time, ..Slo::default() });
+        let standing = keys(&entry("a", ONE, "class = 'batch'")).unwrap().known["a"].standing(Standing::default());
+        assert!(standing.unwrap().class.is_batch());
+        let error = Keys::default().next(slo, false).unwrap_err();
+        assert!(error.starts_with("a: reject_ttft and reject_itl need the router's placement"), "{error}");
     }
 
     #[test]

@@ -46,6 +46,7 @@ mod server;
 mod serving;
 mod sink;
 mod sse;
+mod standing;
 mod stop;
 mod tenant;
 #[cfg(feature = "testing")]

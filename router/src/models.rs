@@ -19,8 +19,8 @@ use crate::worker::Workers;
 pub(crate) struct Served {
     pub model: Arc<ServedModel>,
     pub workers: Arc<Workers>,
-    /// Where tenants' requests wait for their turn; None where clients need no key.
-    pub gate: Option<Arc<Gate>>,
+    /// Where requests wait for their turn: all where clients need a key, else batch work alone.
+    pub gate: Arc<Gate>,
 }
 
 /// All models, at least one.
@@ -55,9 +55,9 @@ impl Defaults {
 }
 
 impl Served {
-    fn new(model: ServedModel, config: &RouterConfig, tls: Option<&Tls>, tenants: bool) -> Served {
+    fn new(model: ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Served {
         let workers = Arc::new(Workers::new(&model, config, tls));
-        let gate = tenants.then(|| Gate::new(Arc::clone(&workers)));
+        let gate = Gate::new(Arc::clone(&workers));
         Served { model: Arc::new(model), workers, gate }
     }
 
@@ -77,9 +77,8 @@ impl Models {
         models: impl IntoIterator<Item = ServedModel>,
         config: &RouterConfig,
         tls: Option<&Tls>,
-        tenants: bool,
     ) -> Result<Models, RouterError> {
-        let served = |model| Served::new(model, config, tls, tenants);
+        let served = |model| Served::new(model, config, tls);
         let mut all = models.into_iter().map(served);
         let first = all.next().ok_or(RouterError::NoModel)?;
         let mut models = Models { first, others: all.collect(), defaults: Arc::default() };
@@ -118,7 +117,7 @@ impl Models {
     pub fn update(&self, view: &Arc<View>) {
         for served in self.all() {
             served.workers.update(Arc::clone(view));
-            served.gate.iter().for_each(|gate| gate.open());
+            served.gate.open();
         }
     }
 

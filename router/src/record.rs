@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use baton_policy::{Failure, Leg};
 use baton_runtime::metrics as names;
-use baton_types::{ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
+use baton_types::{Class, ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
 use metrics::{Histogram, counter, gauge, histogram};
 use tokio::time::Instant;
 
@@ -18,6 +18,8 @@ pub(crate) struct Record {
     request_id: RequestId,
     tenant: Option<Arc<Tenant>>,
     received: Instant,
+    /// Unset: it is not known yet.
+    class: OnceLock<Class>,
     first_token: OnceLock<Instant>,
     /// Tokens sent to the client.
     tokens: AtomicU32,
@@ -42,8 +44,8 @@ pub(crate) struct TokenClock {
 
 impl TokenClock {
     /// A clock for a choice that has had no token yet. It looks the metric up once, not at each token.
-    pub fn new() -> TokenClock {
-        TokenClock { last: None, latency: histogram!(names::INTER_TOKEN_LATENCY) }
+    pub fn new(class: &'static str) -> TokenClock {
+        TokenClock { last: None, latency: histogram!(names::INTER_TOKEN_LATENCY, "class" => class) }
     }
 
     /// Records the time since the previous token.
@@ -60,7 +62,8 @@ impl Record {
     pub fn new(request_id: RequestId, tenant: Option<Arc<Tenant>>, received: Instant) -> Record {
         gauge!(names::REQUESTS_IN_FLIGHT).increment(1);
         let (first_token, tokens) = (OnceLock::new(), AtomicU32::new(0));
-        Record { request_id, tenant, received, first_token, tokens, state: Mutex::default() }
+        let class = OnceLock::new();
+        Record { request_id, tenant, received, class, first_token, tokens, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -72,13 +75,29 @@ impl Record {
         &self.request_id
     }
 
+    /// The class of the request is this.
+    pub fn class(&self, class: Class) {
+        let _ = self.class.set(class);
+    }
+
+    /// The word for its class, for metrics.
+    pub fn class_name(&self) -> &'static str {
+        self.class.get().map_or("unknown", |class| class.as_str())
+    }
+
+    /// Counts it as refused before any work was done.
+    pub fn rejected(&self, error: &RequestError) {
+        rejected(error, self.class_name());
+    }
+
     /// Counts a token that was sent to the client. The first one is recorded as the TTFT.
     pub fn token(&self) {
         self.tokens.fetch_add(1, Ordering::Relaxed);
         if self.first_token.get().is_none() {
             let now = Instant::now();
             if self.first_token.set(now).is_ok() {
-                histogram!(names::TIME_TO_FIRST_TOKEN).record((now - self.received).as_secs_f64());
+                histogram!(names::TIME_TO_FIRST_TOKEN, "class" => self.class_name())
+                    .record((now - self.received).as_secs_f64());
             }
         }
     }
@@ -112,11 +131,17 @@ impl Record {
     }
 }
 
+/// Counts a request that was refused before any work was done.
+pub(crate) fn rejected(error: &RequestError, class: &'static str) {
+    counter!(names::REJECTED, "reason" => error.code.unwrap_or(error.kind.as_str()), "class" => class).increment(1);
+}
+
 impl Drop for Record {
     fn drop(&mut self) {
         gauge!(names::REQUESTS_IN_FLIGHT).decrement(1);
         let seconds = self.received.elapsed().as_secs_f64();
         histogram!(names::REQUEST_SECONDS).record(seconds);
+        let class = self.class_name();
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let outcome = match &state.failed {
             Some(error) => error.kind.as_str(),
@@ -131,6 +156,7 @@ impl Drop for Record {
         tracing::info!(
             request = %self.request_id,
             tenant = self.tenant.as_ref().map(|tenant| tenant.name()),
+            class,
             outcome,
             prompt_tokens,
             completion_tokens,

@@ -208,7 +208,8 @@ impl Bound {
         let tls = Tls::open(&config.internal_tls)?;
         let (cert, key) = (&config.public_tls_cert, &config.public_tls_key);
         let public = PublicTls::open(("public_tls_cert", cert), ("public_tls_key", key))?;
-        let keys = config.keys_file.as_deref().map(KeyRing::open).transpose()?.map(Arc::new);
+        let keys =
+            config.keys_file.as_deref().map(|path| KeyRing::open(path, config.predicts())).transpose()?.map(Arc::new);
         let http = baton_runtime::listen(config.http, "--http").await?;
         let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
         let internal = match config.registry.as_str() {
@@ -236,12 +237,13 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let models = Arc::new(Models::new(models, config, self.tls.as_ref(), self.keys.is_some())?);
+        let models = Arc::new(Models::new(models, config, self.tls.as_ref())?);
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
             patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
-            slo: Slo { first_token: config.reject_ttft, token: config.reject_itl },
+            slo: Slo { first_token: config.reject_ttft, token: config.reject_itl, deadline: None },
+            predicts: config.predicts(),
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),
             body_memory: config.body_memory,

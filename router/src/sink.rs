@@ -117,10 +117,10 @@ pub(crate) struct Way {
 pub(crate) struct Sink {
     way: Way,
     clock: TokenClock,
-    /// Its room at the workers, where tenants take turns.
+    /// Its room at the workers, if it waited for its turn.
     turn: Option<Turn>,
     tokens: u32,
-    /// Tokens that are charged to the tenant.
+    /// Tokens that are charged to the tenant, and told to the gate.
     charged: u32,
     chars: u32,
     stopped: bool,
@@ -132,17 +132,8 @@ pub(crate) struct Sink {
 impl Sink {
     /// A sink that has had no token yet.
     pub fn new(way: Way) -> Sink {
-        Sink {
-            way,
-            clock: TokenClock::new(),
-            turn: None,
-            tokens: 0,
-            charged: 0,
-            chars: 0,
-            stopped: false,
-            ended: false,
-            stalled: false,
-        }
+        let clock = TokenClock::new(way.record.class_name());
+        Sink { way, clock, turn: None, tokens: 0, charged: 0, chars: 0, stopped: false, ended: false, stalled: false }
     }
 
     /// The request's record.
@@ -204,13 +195,9 @@ impl Sink {
 
     /// Charges the tokens since the last time.
     fn charge(&mut self) {
-        if let Some(tenant) = &self.way.tenant {
-            tenant.charge(self.tokens - self.charged);
-            if let Some(turn) = &mut self.turn {
-                turn.answered(self.tokens - self.charged);
-            }
-            self.charged = self.tokens;
-        }
+        let tokens = self.tokens - std::mem::replace(&mut self.charged, self.tokens);
+        self.way.tenant.iter().for_each(|tenant| tenant.charge(tokens));
+        self.turn.iter_mut().for_each(|turn| turn.answered(tokens));
     }
 
     /// Ends the choice without an error. If a stop string matched, the reason is `Stop`, whatever the worker says. Waits until

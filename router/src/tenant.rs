@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_policy::{Left, OverLimit, TenantLimits, TenantMeter};
+use baton_policy::{Left, OverLimit, Slo, TenantLimits, TenantMeter};
 use baton_runtime::config::format_duration;
-use baton_types::{ErrorKind, MAX_CACHE_SALT, hash_bytes};
+use baton_types::{Class, ErrorKind, MAX_CACHE_SALT, hash_bytes};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
-use crate::input::Standing;
+use crate::standing::Standing;
 
 /// Longest name, bytes.
 pub(crate) const MAX_NAME: usize = 64;
@@ -37,8 +37,12 @@ pub(crate) struct Rights {
     pub weight: u32,
     /// The lowest value of `priority` it may ask for; lower ones are served first.
     pub highest_priority: i32,
+    /// Batch: all of its requests are.
+    pub class: Class,
     /// It may ask to keep KV.
     pub keep_kv: bool,
+    /// When its tokens have to come, unless a request asks for less time.
+    pub slo: Slo,
 }
 
 /// A tenant's request that is in progress. Dropping it ends it.
@@ -82,11 +86,6 @@ impl Tenant {
         hash_bytes(0, self.name.as_bytes()).max(1)
     }
 
-    /// How much of the workers it gets beside others.
-    pub fn weight(&self) -> u32 {
-        self.state().rights.weight
-    }
-
     /// May do this from now on. What it has used stays used.
     pub fn set_rights(&self, rights: Rights) {
         let mut state = self.state();
@@ -117,7 +116,26 @@ impl Tenant {
             return Err(RequestError::invalid("cache_salt", wrong));
         }
         let cache_salt = format!("{}{SEPARATOR}{}", self.name, asked.cache_salt);
-        Ok(Standing { cache_salt, priority, tenant: self.id(), weight: rights.weight, ..asked })
+        let class = asked.class.max(rights.class);
+        let slo = if class.is_batch() { asked.slo } else { self.slo(&asked, rights)? };
+        Ok(Standing { cache_salt, class, priority, slo, tenant: self.id(), weight: rights.weight, ..asked })
+    }
+
+    /// The SLO of a request: its own where that is within the tenant's, else the tenant's.
+    fn slo(&self, asked: &Standing, rights: Rights) -> Result<Slo, RequestError> {
+        let most = [rights.slo.first_token, rights.slo.token];
+        for ((field, asked), most) in asked.limits().into_iter().zip(most) {
+            if let (Some(asked), Some(most)) = (asked, most)
+                && asked > most
+            {
+                let (asked, most) = (asked.as_millis(), most.as_millis());
+                let wrong = format!(
+                    "asks for {field} = {asked}; the most it may have is {most}, which it has when it leaves {field} out"
+                );
+                return Err(self.not_allowed(field, &wrong));
+            }
+        }
+        Ok(asked.slo.or(rights.slo))
     }
 
     /// Lets a request with this many answers in, or says when there is room for it.
@@ -185,10 +203,15 @@ fn now() -> std::time::Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::standing::slo;
 
     fn tenant(highest_priority: i32, keep_kv: bool) -> Arc<Tenant> {
         let limits = TenantLimits { requests_per_minute: Some(1), ..TenantLimits::default() };
-        Arc::new(Tenant::new("team", Rights { limits, weight: 3, highest_priority, keep_kv }))
+        let slo = slo(Some(5000), None);
+        Arc::new(Tenant::new(
+            "team",
+            Rights { limits, weight: 3, highest_priority, class: Class::Interactive, keep_kv, slo },
+        ))
     }
 
     #[test]
@@ -205,6 +228,43 @@ mod tests {
         assert_eq!(long.unwrap_err().param.as_deref(), Some("cache_salt"));
         let most = tenant.standing(Standing { cache_salt: "s".repeat(MAX_CACHE_SALT - 5), ..asked(0) });
         assert_eq!(most.unwrap().cache_salt.len(), MAX_CACHE_SALT);
+    }
+
+    #[test]
+    fn a_request_may_ask_for_less_time_than_its_tenant_has_and_not_for_more() {
+        let tenant = tenant(0, false);
+        let standing = |ttft, itl| tenant.standing(Standing { slo: slo(ttft, itl), ..Standing::default() });
+        assert_eq!(standing(None, None).unwrap().slo, slo(Some(5000), None));
+        assert_eq!(standing(Some(4000), None).unwrap().slo, slo(Some(4000), None));
+        assert_eq!(
+            standing(None, Some(90_000)).unwrap().slo,
+            slo(Some(5000), Some(90_000)),
+            "the tenant has no limit of these"
+        );
+        let refused = standing(Some(5001), None).unwrap_err();
+        assert_eq!((refused.kind, refused.param.as_deref()), (ErrorKind::PermissionDenied, Some("reject_ttft_ms")));
+        assert_eq!(
+            refused.message,
+            "the API key of team asks for reject_ttft_ms = 5001; the most it may have is 5000, which it has when it leaves reject_ttft_ms out"
+        );
+    }
+
+    #[test]
+    fn requests_of_a_batch_key_are_batch_and_have_no_slo_but_their_own() {
+        let tenant = tenant(0, false);
+        let asked = |class, ttft| Standing { class, slo: slo(ttft, None), ..Standing::default() };
+        let standing = |class, ttft| tenant.standing(asked(class, ttft)).map(|s| (s.class, s.slo));
+        let (interactive, batch) = (Class::Interactive, Class::Batch);
+        assert_eq!(standing(interactive, None), Ok((interactive, slo(Some(5000), None))));
+        assert_eq!(standing(batch, None), Ok((batch, Slo::default())));
+        assert_eq!(
+            standing(batch, Some(9000)),
+            Ok((batch, slo(Some(9000), None))),
+            "its tenant's bound is for who waits"
+        );
+        let rights = Rights { class: batch, ..tenant.state().rights };
+        tenant.set_rights(rights);
+        assert_eq!(standing(interactive, None), Ok((batch, Slo::default())));
     }
 
     #[tokio::test(start_paused = true)]

@@ -26,7 +26,6 @@ use std::ops::Bound;
 use baton_kv_cache::{Hit, KvError, Need};
 use baton_types::SeqId;
 
-use crate::config::AGED;
 use crate::sequence::{Leader, Parked, Phase, Sequence, Turn};
 use crate::{Engine, Event, Order, Start, StepRow, Time};
 
@@ -41,6 +40,17 @@ enum Outcome {
     Later,
     /// No room, so nobody behind it starts either.
     Full,
+}
+
+/// How a sequence starts.
+pub(crate) struct Seating {
+    /// What of it is in the prefix cache.
+    pub hit: Hit,
+    start: Start,
+    /// The blocks that it takes.
+    pub need: Need,
+    /// Its KV comes back from host memory.
+    comes_back: bool,
 }
 
 impl Engine {
@@ -88,30 +98,15 @@ impl Engine {
 
     fn start(&mut self, seq: SeqId, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) -> Outcome {
         let Some(sequence) = self.sequences.get(&seq).filter(|s| s.parked.is_none()) else { return Outcome::Later };
-        if sequence.swapped.is_none()
-            && let Some(leader) = self.awaited(sequence)
-        {
-            return self.defer(seq, leader);
-        }
-        let mut hit = self.hit(sequence);
-        let comes_back = sequence.swapped.as_ref().is_some_and(|swapped| swapped.completes(&hit));
-        if comes_back {
-            hit = hit.without_copy();
-        }
-        let start = self.start_of(sequence, &hit);
-        if !comes_back && let Some(leader) = self.leader(sequence, start, hit.tokens()) {
-            return self.defer(seq, leader);
-        }
-        if start == Start::Receive {
-            // I3: a block with a planned copy to host memory may be lent only after that copy is made.
-            if self.swaps_out() {
-                return Outcome::Full;
-            }
-            // A peer writes whole blocks, so a partial block is not shared by copying.
-            hit = hit.without_copy();
+        let Seating { mut hit, start, need, comes_back } = match self.seating(sequence) {
+            Ok(seating) => seating,
+            Err(leader) => return self.defer(seq, leader),
+        };
+        // I3: a block with a planned copy to host memory may be lent only after that copy is made.
+        if start == Start::Receive && self.swaps_out() {
+            return Outcome::Full;
         }
         // One spare block for each running sequence, so that the new one is not preempted at once.
-        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(start, sequence.len()) };
         let spare = self.running.len() as u32;
         if self.pools.fits(&hit, need, spare).is_err() {
             hit = hit.without_copy();
@@ -123,6 +118,27 @@ impl Engine {
             true => self.bring_back(seq, &hit, rows),
             false => self.seat(seq, start, &hit, need, events),
         }
+    }
+
+    /// How a waiting sequence would start now. An error: it waits for this leader.
+    pub(crate) fn seating(&self, sequence: &Sequence) -> Result<Seating, Leader> {
+        if sequence.swapped.is_none()
+            && let Some(leader) = self.awaited(sequence)
+        {
+            return Err(leader);
+        }
+        let mut hit = self.hit(sequence);
+        let comes_back = sequence.swapped.as_ref().is_some_and(|swapped| swapped.completes(&hit));
+        let start = self.start_of(sequence, &hit);
+        if !comes_back && let Some(leader) = self.leader(sequence, start, hit.tokens()) {
+            return Err(leader);
+        }
+        // A peer writes whole blocks, so a partial block is not shared by copying.
+        if comes_back || start == Start::Receive {
+            hit = hit.without_copy();
+        }
+        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(start, sequence.len()) };
+        Ok(Seating { hit, start, need, comes_back })
     }
 
     /// Blocks that a sequence takes when it starts.
@@ -228,8 +244,8 @@ impl Engine {
         Outcome::Started { aged: false }
     }
 
-    /// Called when `seq` has started for the first time. It has overtaken each sequence that was submitted earlier, has
-    /// a later turn, and still waits or computes its prompt. Sequences that have been overtaken often enough age.
+    /// Called when `seq` has started for the first time. It has overtaken each sequence of its class that was submitted
+    /// earlier, has a later turn, and still waits or computes its prompt. Sequences that have been overtaken often enough age.
     /// Returns whether any did.
     fn overtake(&mut self, seq: SeqId) -> bool {
         let most = match self.config.order {
@@ -244,19 +260,17 @@ impl Engine {
                 Phase::Running(_) => other.remaining() <= 1,
                 Phase::Receiving(_) | Phase::Held(_) => true,
             };
-            if !served && other.turn > turn {
+            if !served && other.turn > turn && other.turn.class() == turn.class() {
                 other.overtaken += 1;
                 aged.extend((other.overtaken >= most).then_some(other.turn));
             }
         }
-        aged.iter().for_each(|turn| self.set_turn(*turn, AGED));
+        aged.iter().for_each(|turn| self.set_turn(*turn, turn.aged()));
         !aged.is_empty()
     }
 
     /// Gives a sequence another turn, in whichever list it is.
-    pub(crate) fn set_turn(&mut self, old: Turn, turn: u64) {
-        let tag = if turn == AGED { 0 } else { old.tag };
-        let new = Turn { turn, tag, ..old };
+    pub(crate) fn set_turn(&mut self, old: Turn, new: Turn) {
         if let Some(sequence) = self.sequences.get_mut(&old.seq) {
             sequence.turn = new;
         }

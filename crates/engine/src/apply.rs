@@ -2,7 +2,7 @@
 
 use baton_types::{SeqId, TokenOut};
 
-use crate::sequence::{Doom, Phase, Sequence};
+use crate::sequence::{Doom, Phase, Sequence, Turn};
 use crate::swap::swaps_in;
 use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, Score, SequenceError, Start, Step, StepRow};
 
@@ -162,9 +162,11 @@ impl Engine {
     /// Under [`Order::ShortestFirst`], moves a sequence's turn forward as less of its prompt is left.
     fn advance_turn(&mut self, seq: SeqId) {
         let Order::ShortestFirst = self.config.order else { return };
-        let turns = self.sequences.get(&seq).map(|s| (s.turn, self.config.turn(0, s.remaining())));
-        if let Some((old, new)) = turns.filter(|(old, new)| *new < old.turn) {
-            self.set_turn(old, new);
+        let Some(sequence) = self.sequences.get(&seq) else { return };
+        let old = sequence.turn;
+        let turn = self.config.turn(old.class().at_workers(0), sequence.remaining());
+        if turn < old.turn {
+            self.set_turn(old, Turn { turn, ..old });
         }
     }
 

@@ -1,17 +1,21 @@
 //! The engine's limits (I5) and its order of service.
 
 use baton_kv_cache::CacheConfig;
+use baton_types::Class;
 
 use crate::{EngineError, SwapConfig};
 
 /// Order of service: who starts and computes first, and, from the other end, who is preempted when blocks run out.
+///
+/// Interactive sequences come before batch ones ([`Class`]) in every order, and what follows holds within a class: a batch sequence ages only
+/// among batch sequences, and waits for interactive ones as long as there are any, until its deadline.
 ///
 /// The policy gives each sequence a *turn*. Turns are served in ascending order; equal turns are served first come,
 /// first served.
 ///
 /// Turns age. A sequence ages once [`EngineConfig::overtakes`] sequences that were submitted later have started while
 /// it waited or computed its prompt. From then on its turn is before all turns that have not aged. So **at most that
-/// many sequences submitted later start before a sequence**. More can start only while it waits for another sequence to
+/// many sequences of its class that were submitted later start before a sequence**. More can start only while it waits for another sequence to
 /// compute a prefix they share; if that one has a later turn, the wait takes at most as many steps as the sequence has
 /// tokens.
 ///
@@ -30,8 +34,10 @@ pub enum Order {
 
 baton_types::words!(Order { Fcfs = "fcfs", ShortestFirst = "shortest-first", Priority = "priority" });
 
-/// The turn of sequences that were overtaken as often as allowed; under [`Order::Fcfs`], of all.
+/// The turn of interactive sequences that were overtaken as often as allowed; under [`Order::Fcfs`], of all interactive ones.
 pub(crate) const AGED: u64 = 0;
+/// The same of batch sequences. All of their turns are from here on, and no others.
+pub(crate) const BATCH_AGED: u64 = 1 << 40;
 
 /// Limits of one engine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,7 +82,11 @@ impl EngineConfig {
             Order::ShortestFirst => 1 + u64::from(uncached),
             Order::Priority => 1 + u64::from(priority.abs_diff(i32::MIN)),
         };
-        if self.overtakes == 0 { AGED } else { turn }
+        let turn = if self.overtakes == 0 { AGED } else { turn };
+        match Class::of(priority) {
+            Class::Interactive => turn,
+            Class::Batch => BATCH_AGED + turn,
+        }
     }
 
     pub(crate) fn validate(&self) -> Result<(), EngineError> {

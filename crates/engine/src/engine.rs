@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use baton_kv_cache::{BlockCopy, BlockCounts, BlockName, BlockTable, Cached, KvError, KvPools, Quarantine, Readers};
-use baton_types::{PoolGeometry, SeqId, TokenOut};
+use baton_types::{Class, PoolGeometry, SeqId, TokenOut};
 
 use crate::config::AGED;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
@@ -48,7 +48,8 @@ pub struct Engine {
     pub(crate) earliest_deadline: Option<Time>,
     /// Set while no step is possible and only quarantined blocks may come free: when the first in turn fails for that.
     pub(crate) starved: Option<Time>,
-    pub(crate) shares: Shares,
+    /// Of each class: interactive, batch.
+    pub(crate) shares: [Shares; 2],
     pub(crate) next_seq: u64,
     pub(crate) steps: u64,
     /// Steps that are planned and neither applied nor failed.
@@ -82,7 +83,7 @@ impl Engine {
             quarantine: BTreeMap::new(),
             earliest_deadline: None,
             starved: None,
-            shares: Shares::default(),
+            shares: Default::default(),
             next_seq: 0,
             steps: 0,
             in_flight: 0,
@@ -103,8 +104,9 @@ impl Engine {
     /// Refuses at once a sequence that can never fit, and any sequence while the queue is full (I5).
     pub fn submit(&mut self, new: NewSequence) -> Result<SeqId, EngineError> {
         new.validate(self.config.context_tokens, self.pools.capacity_tokens(self.config.chunk))?;
+        let class = Class::of(new.priority);
         let (waiting, free) =
-            (self.waiting(), self.config.max_running.saturating_sub(self.running() + self.receiving()));
+            (self.waiting_before(class), self.config.max_running.saturating_sub(self.running() + self.receiving()));
         if waiting >= self.config.max_waiting.saturating_add(free) {
             return Err(EngineError::QueueFull { waiting, limit: self.config.max_waiting });
         }
@@ -119,7 +121,7 @@ impl Engine {
             sequence.expected = self.hit(&sequence).tokens();
         }
         let cached = if self.config.order == Order::ShortestFirst { sequence.expected } else { 0 };
-        let tags = self.tags(share, sequence.len());
+        let tags = self.tags(class, share, sequence.len());
         (sequence.turn.tag, sequence.start_tag) = (tags.finish, tags.start);
         sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
@@ -128,14 +130,16 @@ impl Engine {
         Ok(seq)
     }
 
-    /// The tags of a new sequence with this many tokens.
-    fn tags(&mut self, share: Share, tokens: u32) -> Tags {
+    /// The tags of a new sequence of this class with this many tokens. What a tenant has waiting of batch work holds up nothing else of it.
+    fn tags(&mut self, class: Class, share: Share, tokens: u32) -> Tags {
         if self.config.order != Order::Priority || self.config.overtakes == 0 {
             return Tags::default();
         }
-        let computes = |s: &&Sequence| s.doomed.is_none() && !matches!(s.phase, Phase::Held(_)) && s.remaining() > 1;
+        let computes = |s: &&Sequence| {
+            s.turn.class() == class && s.doomed.is_none() && !matches!(s.phase, Phase::Held(_)) && s.remaining() > 1
+        };
         let earliest = self.sequences.values().filter(computes).map(|s| s.start_tag).min();
-        self.shares.tags(share, tokens, earliest)
+        self.shares[usize::from(class.is_batch())].tags(share, tokens, earliest)
     }
 
     /// The sequence's block tables, one per layer group; empty while it waits, `None` when it is not here.
@@ -286,25 +290,25 @@ impl Engine {
         waiting.map(Sequence::to_prefill).map(u64::from).sum()
     }
 
-    /// Positions of the tokens that are to be computed here, those of steps in flight included, one range for each prompt. Of a prompt that
-    /// waits, what the prefix cache held when it came, or what it waits for another to compute, does not count.
-    pub fn prompts(&self) -> impl Iterator<Item = Range<u32>> {
+    /// Positions of the tokens that are to be computed here, those of steps in flight included, one range for each prompt, and the prompt's
+    /// class. Of a prompt that waits, what the prefix cache held when it came, or what it waits for another to compute, does not count.
+    pub fn prompts(&self) -> impl Iterator<Item = (Class, Range<u32>)> {
         let here = self.waiting.iter().chain(&self.running).filter_map(|turn| self.sequences.get(&turn.seq));
-        here.filter_map(Sequence::to_compute)
+        here.filter_map(|s| Some((s.turn.class(), s.to_compute()?)))
     }
 
-    /// Tokens of each sequence that gives tokens of its answer here.
-    pub fn answers(&self) -> impl Iterator<Item = u32> {
+    /// Class and tokens of each sequence that gives tokens of its answer here.
+    pub fn answers(&self) -> impl Iterator<Item = (Class, u32)> {
         let running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
         let answers =
             |s: &&Sequence| s.doomed.is_none() && s.start != Start::ComputeAndHold && s.to_compute().is_none();
-        running.filter(answers).map(Sequence::len)
+        running.filter(answers).map(|s| (s.turn.class(), s.len()))
     }
 
-    /// Tokens of each sequence that waits for its KV, or for blocks for it.
-    pub fn arriving(&self) -> impl Iterator<Item = u32> {
+    /// Class and tokens of each sequence that waits for its KV, or for blocks for it.
+    pub fn arriving(&self) -> impl Iterator<Item = (Class, u32)> {
         let waiting = self.waiting.iter().chain(&self.receiving).filter_map(|turn| self.sequences.get(&turn.seq));
-        waiting.filter(|s| s.start == Start::Receive).map(Sequence::len)
+        waiting.filter(|s| s.start == Start::Receive).map(|s| (s.turn.class(), s.len()))
     }
 
     /// Blocks that no sequence owns, less those that waiting sequences will take: what is left for others. Below 0 where there are not enough
@@ -312,8 +316,12 @@ impl Engine {
     pub fn room(&self) -> i64 {
         let BlockCounts { free, cached, .. } = self.counts();
         let waiting = self.waiting.iter().filter_map(|turn| self.sequences.get(&turn.seq));
-        let wanted: i64 = waiting.map(|s| i64::from(self.pools.blocks_for(s.len() - s.expected.min(s.len())))).sum();
-        i64::from(free) + i64::from(cached) - wanted
+        i64::from(free) + i64::from(cached) - waiting.map(|s| self.wanted(s)).sum::<i64>()
+    }
+
+    /// Blocks that a waiting sequence will take.
+    pub(crate) fn wanted(&self, sequence: &Sequence) -> i64 {
+        i64::from(self.pools.blocks_for(sequence.len() - sequence.expected.min(sequence.len())))
     }
 
     /// Steps planned so far.

@@ -6,6 +6,7 @@
 //!   takes one block at a time, from the prefix cache when no block is free.
 //! - In layer groups with a window it takes only what window and next chunk need. It takes more as the window passes
 //!   blocks and gives them back. Others may share a block that is given back, so possibly none comes free.
+//! - An interactive sequence that waits for a place or blocks takes those of batch sequences ([`crate::class`]).
 //! - When there is no block, the preemptible sequence with the last turn gives up its own and waits in its old place in
 //!   the queue. What it had computed stays cached as long as nobody needs the room.
 //! - So the first preemptible sequence always advances, or it is alone and waits for blocks that are lent, held or in
@@ -75,7 +76,7 @@ impl Engine {
         self.pools.advance(now);
         self.expire(now, events);
         self.announce(now, events);
-        if self.waits() || !self.cover() {
+        if self.waits() || !self.cover() || !self.make_way() {
             return None;
         }
         let mut rows = self.spare_steps.pop().unwrap_or_default();
@@ -188,6 +189,8 @@ impl Engine {
     /// 2. those that can be finished in this step;
     /// 3. the others, in the order of turns.
     ///
+    /// Batch sequences get what interactive ones leave, in the same order.
+    ///
     /// Where tenants share ([`Order::Priority`]), a short prompt takes the place of a long one of its own tenant only: it would
     /// have more than its share otherwise.
     ///
@@ -200,9 +203,10 @@ impl Engine {
         // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
         let shares = self.config.order == Order::Priority;
-        for whole in [true, false] {
+        let (batch, all) = (self.running.partition_point(|turn| !turn.is_batch()), self.running.len());
+        for (class, whole) in [(0..batch, true), (0..batch, false), (batch..all, true), (batch..all, false)] {
             let mut passed_over = PassedOver::Nobody;
-            for at in 0..self.running.len() {
+            for at in class {
                 let seq = self.running[at].seq;
                 let Some(sequence) = self.sequences.get(&seq) else { continue };
                 let most = match goes_on {
@@ -284,7 +288,7 @@ impl Engine {
 
     /// Takes a sequence's blocks. It keeps its tokens and waits in its place in the queue. Later its KV comes back from
     /// host memory, if that is cheaper, or is computed again (I1) as far as it is not in the prefix cache by then.
-    fn preempt(&mut self, seq: SeqId) {
+    pub(crate) fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
         if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use baton_kv_cache::{BlockName, BlockTable, LentTables, Prefix, Tables};
-use baton_types::{FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
+use baton_types::{Class, FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
+use crate::config::{AGED, BATCH_AGED};
 use crate::swapped::Swapped;
 use crate::{EngineError, Share, Time};
 
@@ -39,7 +40,7 @@ pub struct NewSequence {
     pub deadline: Option<Time>,
     /// Its key in the prefix cache. `None`: the cache is neither read nor filled. The same when log probabilities of the prompt are asked for.
     pub prefix: Option<Prefix>,
-    /// Lower values are served earlier, under [`crate::Order::Priority`].
+    /// Lower values are served earlier, under [`crate::Order::Priority`]. It also says the sequence's class ([`Class::of`]), under every order.
     pub priority: i32,
     /// Whose it is. Tenants share what is served at equal priority, under [`crate::Order::Priority`].
     pub share: Share,
@@ -55,6 +56,22 @@ pub(crate) struct Turn {
     /// The finish tag of its tenant's share; 0 where shares do not count.
     pub tag: u64,
     pub seq: SeqId,
+}
+
+impl Turn {
+    /// The class of the sequence.
+    pub fn class(&self) -> Class {
+        if self.turn >= BATCH_AGED { Class::Batch } else { Class::Interactive }
+    }
+
+    pub fn is_batch(&self) -> bool {
+        self.class().is_batch()
+    }
+
+    /// The same sequence's turn once it has aged.
+    pub fn aged(self) -> Turn {
+        Turn { turn: if self.is_batch() { BATCH_AGED } else { AGED }, tag: 0, ..self }
+    }
 }
 
 /// A sequence that computes or receives a prefix for which another sequence, its follower, waits.

@@ -280,7 +280,9 @@ fn prompts_and_answers_say_what_is_to_be_done_and_room_what_is_left() {
     let prompts = |from: u32| vec![Range { start: from, end: 20 }];
     let of = |rig: &Rig| {
         let engine = &rig.engine;
-        (engine.prompts().collect(), engine.answers().collect(), engine.arriving().collect())
+        let (prompts, answers, arriving) = (engine.prompts(), engine.answers(), engine.arriving());
+        let tokens = |(_, tokens)| tokens;
+        (prompts.map(|(_, range)| range).collect(), answers.map(tokens).collect(), arriving.map(tokens).collect())
     };
     let none: (Vec<Range<u32>>, Vec<u32>, Vec<u32>) = Default::default();
     assert_eq!(of(&rig), none);

@@ -18,6 +18,19 @@ pub struct Backlog {
     pub spare: u32,
     /// What its steps cost.
     pub cost: StepCost,
+    /// What of this is batch work.
+    pub batch: BatchWork,
+}
+
+/// The part of a backlog that is batch work: it comes after interactive work, and gives its blocks to it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct BatchWork {
+    /// Tokens of its prompts, and its sequences that give tokens of their answers.
+    pub work: StepWork,
+    /// Its sequences that will give tokens once their KV has arrived.
+    pub coming: Coming,
+    /// Blocks that interactive sequences may take from it: those that it has, and those that its waiting sequences will take.
+    pub blocks: i64,
 }
 
 /// Sequences that a worker does not compute yet.
@@ -27,6 +40,13 @@ pub struct Coming {
     pub rows: u64,
     /// Their tokens.
     pub context: u64,
+}
+
+impl Coming {
+    fn plus(self, other: Coming) -> Coming {
+        let (rows, context) = (self.rows.saturating_add(other.rows), self.context.saturating_add(other.context));
+        Coming { rows, context }
+    }
 }
 
 /// A long prompt waits for this many times what is here: short ones that come later go before it.
@@ -73,14 +93,38 @@ impl Backlog {
         StepWork { rows, context: expected(self.work.context, self.coming.context), ..StepWork::default() }
     }
 
+    /// The backlog that an interactive request finds: it goes before the prompts of batch work and before what comes of it, and may take its
+    /// blocks. Batch answers that are being given go on beside it as long as there is room.
+    #[must_use]
+    pub fn for_interactive(self) -> Backlog {
+        let Backlog { mut work, mut coming, batch, .. } = self;
+        work.tokens = work.tokens.saturating_sub(batch.work.tokens);
+        work.pairs = work.pairs.saturating_sub(batch.work.pairs);
+        coming.rows = coming.rows.saturating_sub(batch.coming.rows);
+        coming.context = coming.context.saturating_sub(batch.coming.context);
+        Backlog { work, coming, room: self.room.saturating_add(batch.blocks), batch: BatchWork::default(), ..self }
+    }
+
+    /// The same backlog with more batch work to do, as [`Backlog::with`].
+    #[must_use]
+    pub fn with_batch(self, work: StepWork, blocks: u32) -> Backlog {
+        let added = Backlog::default().with(work, blocks);
+        let BatchWork { work: own, coming, blocks: owned } = self.batch;
+        let batch = BatchWork {
+            work: own.plus(added.work),
+            coming: coming.plus(added.coming),
+            blocks: owned.saturating_sub(added.room),
+        };
+        Backlog { batch, ..self.with(work, blocks) }
+    }
+
     /// The same backlog with more to do: prompts' tokens of `work`, and its rows once their KV is there.
     #[must_use]
     pub fn with(self, work: StepWork, blocks: u32) -> Backlog {
         let StepWork { tokens, pairs, rows, context } = work;
         let prompts = StepWork { tokens, pairs, ..StepWork::default() };
-        let (rows, context) = (self.coming.rows.saturating_add(rows), self.coming.context.saturating_add(context));
         let room = self.room.saturating_sub(i64::from(blocks));
-        Backlog { work: self.work.plus(prompts), coming: Coming { rows, context }, room, ..self }
+        Backlog { work: self.work.plus(prompts), coming: self.coming.plus(Coming { rows, context }), room, ..self }
     }
 }
 
@@ -111,6 +155,21 @@ mod tests {
         assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
     }
 
+    #[test]
+    fn an_interactive_request_goes_before_batch_work_and_takes_its_room() {
+        let (own, batch) = (StepWork::default().with_prompt(0, 300), StepWork::default().with_prompt(0, 700));
+        let idle = Backlog { step_tokens: 100, cost: COST, room: 50, ..Backlog::default() };
+        let busy = idle.with(own.with_row(40), 20).with_batch(batch.with_row(60), 70);
+        assert_eq!((ms(busy.queue()), busy.room, busy.coming.rows), (140, -40, 2), "batch waits for all");
+        let seen = busy.for_interactive();
+        assert_eq!((ms(seen.queue()), seen.room, seen.coming), (42, 30, Coming { rows: 1, context: 40 }));
+        let rows = StepWork::default().with_row(100);
+        let gives = Backlog { work: rows, batch: BatchWork { work: rows, blocks: 9, ..BatchWork::default() }, ..idle };
+        assert_eq!((gives.for_interactive().work.rows, gives.for_interactive().room), (1, 59), "it goes on beside");
+        let untold = Backlog { batch: BatchWork::default(), ..busy };
+        assert_eq!(untold.for_interactive(), untold, "of a worker that knows no classes all counts");
+    }
+
     /// A worker may say anything.
     #[test]
     fn no_load_is_too_much() {
@@ -119,6 +178,9 @@ mod tests {
         let load = Backlog { work: huge, room: i64::MIN, cost, ..Backlog::default() };
         let load = load.with(huge.with_row(u64::MAX).with_prompt(0, u64::MAX), u32::MAX);
         assert_eq!((load.queue(), load.wait(1), load.prompt(0, u64::MAX)), (LONGEST, LONGEST, LONGEST));
+        let batch = BatchWork { work: huge, coming: Coming { rows: 9, context: 9 }, blocks: i64::MAX };
+        let odd = Backlog { batch, ..Backlog::default() }.for_interactive().with_batch(huge, u32::MAX);
+        assert_eq!((odd.for_interactive().work.tokens, odd.for_interactive().coming.rows), (0, 0));
         assert_eq!(load.answers(f64::INFINITY, 0.0).rows, 0);
         assert!(load.answers(0.0, f64::INFINITY).with_row(1).rows == u64::MAX);
     }

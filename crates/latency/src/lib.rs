@@ -11,6 +11,6 @@ mod calibration;
 mod fit;
 mod step;
 
-pub use backlog::{Backlog, Coming};
+pub use backlog::{Backlog, BatchWork, Coming};
 pub use calibration::Calibration;
 pub use step::{StepCost, StepModel, StepWork};

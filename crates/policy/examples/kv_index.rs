@@ -125,7 +125,8 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let (tokens, avoid, slo) = (16 * names.len() as u32, Vec::new(), Slo::default());
             let begun = Instant::now();
             let held = index.find(&names, 64, turn as usize);
-            let ask = Ask { split: true, decode: None, avoid, names, tokens, most: 1000, slo };
+            let ask =
+                Ask { split: true, decode: None, avoid, names, tokens, most: 1000, slo, class: Default::default() };
             fleet.place(&ask, &held, begun).expect("there are workers");
             times.push(begun.elapsed());
         }

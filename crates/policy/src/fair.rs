@@ -96,12 +96,14 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         line.waiting.remove(&key)
     }
 
-    /// Takes out `count` requests for which `may` is true, so that a full queue has room for as many of `tenant`: each is the last one of
-    /// the tenant that has the most waiting for its weight, and more than `tenant` would have by then. Takes all of them, or none.
-    pub fn make_room(&mut self, tenant: &K, weight: u32, count: u32, may: impl Fn(&T) -> bool) -> Vec<T> {
-        let weight = u64::from(weight.max(1));
-        let own = self.tenants.get(tenant).map_or(0, |line| line.waiting.len() as u64);
-        let others = self.tenants.iter().filter(|(other, line)| *other != tenant && !line.waiting.is_empty());
+    /// Takes out `count` requests for which `may` is true, so that a full queue has room for as many of tenant `by` with this weight: each is the
+    /// last one of the tenant that has the most waiting for its weight, and more than `by` would have by then. Without `by`, whoever has most
+    /// gives one up. Takes all of them, or none.
+    pub fn make_room(&mut self, by: Option<(&K, u32)>, count: u32, may: impl Fn(&T) -> bool) -> Vec<T> {
+        let weight = by.map_or(1, |(_, weight)| u64::from(weight.max(1)));
+        let tenant = by.map(|(tenant, _)| tenant);
+        let own = tenant.and_then(|tenant| self.tenants.get(tenant)).map_or(0, |line| line.waiting.len() as u64);
+        let others = self.tenants.iter().filter(|(other, line)| Some(*other) != tenant && !line.waiting.is_empty());
         let may = |line: &Line<T>| line.waiting.iter().filter(|(_, t)| may(t)).map(|(key, _)| *key).collect::<Vec<_>>();
         // For each other tenant: its weight, how much of it would still wait, and what may be taken out, the last one at the end.
         let others = others.map(|(k, line)| (k.clone(), u64::from(line.weight), line.waiting.len() as u64, may(line)));
@@ -109,8 +111,9 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         let mut out = Vec::new();
         for more in 1..=u64::from(count) {
             // Requests divided by weights, compared without dividing.
-            let has_more =
-                others.iter_mut().filter(|(_, w, len, keys)| !keys.is_empty() && *len * weight > (own + more) * *w);
+            let has_more = others
+                .iter_mut()
+                .filter(|(_, w, len, keys)| !keys.is_empty() && (by.is_none() || *len * weight > (own + more) * *w));
             let Some((k, _, len, keys)) = has_more.max_by_key(|(_, w, len, _)| *len * TOKEN / *w) else {
                 return Vec::new();
             };
@@ -224,7 +227,7 @@ mod tests {
         let mut queue = Queue::default();
         let tickets: Vec<Ticket> = (0..10).map(|request| queue.push("flood", 1, 0, request)).collect();
         queue.push("some", 1, 0, 100);
-        let room = |queue: &mut Queue, tenant, weight, count| queue.make_room(&tenant, weight, count, |_| true);
+        let room = |queue: &mut Queue, tenant, weight, count| queue.make_room(Some((&tenant, weight)), count, |_| true);
         assert_eq!(room(&mut queue, "calm", 1, 1), [9], "the last one");
         assert_eq!(queue.remove(&"flood", tickets[8]), Some(8));
         assert_eq!(queue.remove(&"flood", tickets[8]), None);
@@ -234,7 +237,8 @@ mod tests {
         assert_eq!(room(&mut queue, "calm", 1, 5), [], "then it would have more than what is left");
         assert_eq!(queue.len(), 8, "all or none");
         assert_eq!(room(&mut queue, "calm", 1, 4), [7, 6, 5, 4]);
-        assert_eq!(queue.make_room(&"calm", 1, 1, |request| *request == 1), [1], "only what may be taken out");
+        assert_eq!(queue.make_room(Some((&"calm", 1)), 1, |request| *request == 1), [1], "only what may be taken out");
+        assert_eq!(queue.make_room(None, 1, |request| *request < 3), [2], "whoever comes");
         for request in 0..3 {
             queue.push("heavy", 4, 0, request);
         }

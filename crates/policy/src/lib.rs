@@ -24,9 +24,9 @@ mod router;
 mod tenants;
 
 pub use baton_kv_cache::{BlockName, Tally};
-pub use baton_latency::{Backlog, Coming, StepCost, StepWork};
+pub use baton_latency::{Backlog, BatchWork, Coming, StepCost, StepWork};
 pub use fair::Ticket;
-pub use gate::{Begun, Gate, GateRoom};
+pub use gate::{Asks, Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{
     Candidate, Chosen, Held, LeastLoaded, Links, Missed, Placed, Placement, PlacementError, PlacementInput, Predicted,

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use baton_engine::{Engine, Step, Time};
-use baton_latency::{Backlog, Coming, StepCost, StepWork};
+use baton_latency::{Backlog, BatchWork, Coming, StepCost, StepWork};
 
 /// What a worker has to do, in time.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -24,14 +24,24 @@ pub struct Load {
 
 /// What an engine has to do where steps cost so much.
 pub fn backlog(engine: &Engine, cost: StepCost) -> Backlog {
-    let prompt = |work: StepWork, range: Range<u32>| work.with_prompt(range.start.into(), range.end.into());
-    let prompts = engine.prompts().fold(StepWork::default(), prompt);
-    let work = engine.answers().fold(prompts, |work, tokens| work.with_row(tokens.into()));
+    let (mut work, mut coming) = (StepWork::default(), Coming::default());
+    let mut batch = BatchWork { blocks: engine.batch_blocks(), ..BatchWork::default() };
+    for (class, Range { start, end }) in engine.prompts() {
+        let adds = |work: StepWork| work.with_prompt(start.into(), end.into());
+        (work, batch.work) = (adds(work), if class.is_batch() { adds(batch.work) } else { batch.work });
+    }
+    for (class, tokens) in engine.answers() {
+        let adds = |work: StepWork| work.with_row(tokens.into());
+        (work, batch.work) = (adds(work), if class.is_batch() { adds(batch.work) } else { batch.work });
+    }
+    for (class, tokens) in engine.arriving() {
+        let adds = |coming: Coming| Coming { rows: coming.rows + 1, context: coming.context + u64::from(tokens) };
+        (coming, batch.coming) = (adds(coming), if class.is_batch() { adds(batch.coming) } else { batch.coming });
+    }
     let limits = engine.config();
     let step_tokens = limits.chunk.max(limits.pack_tokens).min(limits.token_budget);
-    let (rows, context) = engine.arriving().fold((0, 0), |(rows, sum), tokens| (rows + 1, sum + u64::from(tokens)));
     let spare = limits.token_budget.saturating_sub(limits.chunk);
-    Backlog { work, coming: Coming { rows, context }, room: engine.room(), step_tokens, spare, cost }
+    Backlog { work, coming, room: engine.room(), step_tokens, spare, cost, batch }
 }
 
 /// What a step computes. A row of one token that samples is a decode row, also when it is a prompt's last token.
@@ -105,6 +115,47 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_engine::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, SwapConfig, fake};
+    use baton_types::{Class, PoolGeometry, RequestId, SamplingParams};
+
+    #[test]
+    fn a_backlog_says_what_of_it_is_batch_work() {
+        let config = EngineConfig {
+            token_budget: 16,
+            chunk: 8,
+            pack_tokens: 16,
+            max_running: 8,
+            max_waiting: 8,
+            context_tokens: 100,
+            local_prefill_tokens: 0,
+            reserve_ahead: 16,
+            order: Order::default(),
+            overtakes: 0,
+            cache: CacheConfig::default(),
+            swap: SwapConfig::default(),
+        };
+        let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 100)).unwrap();
+        let starts = [(Start::Compute, 12), (Start::Receive, 20)];
+        for (class, (start, tokens)) in Class::ALL.into_iter().flat_map(|class| starts.map(|start| (class, start))) {
+            let new = NewSequence {
+                request_id: RequestId("r".into()),
+                tokens: vec![1; tokens],
+                prompt_tokens: tokens as u32,
+                params: SamplingParams { max_tokens: 3, ..SamplingParams::default() },
+                start,
+                deadline: None,
+                prefix: None,
+                priority: class.at_workers(0),
+                share: Share::default(),
+                parked: false,
+            };
+            engine.submit(new).unwrap();
+        }
+        let all = backlog(&engine, StepCost::default());
+        assert_eq!((all.work.tokens, all.coming), (24, Coming { rows: 2, context: 40 }));
+        assert_eq!((all.batch.work.tokens, all.batch.coming), (12, Coming { rows: 1, context: 20 }));
+        assert_eq!((all.batch.blocks, all.for_interactive().room), (3 + 5, all.room + 8));
+    }
 
     fn at(seconds: f64) -> Time {
         Time((seconds * 1e9) as u64)

@@ -10,9 +10,9 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use crate::error::RuntimeError;
 
-/// Histogram, seconds: TTFT, from receiving a request until its first token left.
+/// Histogram by `class`, seconds: TTFT, from receiving a request until its first token left.
 pub const TIME_TO_FIRST_TOKEN: &str = "baton_time_to_first_token_seconds";
-/// Histogram, seconds: ITL, the time between two tokens of one answer.
+/// Histogram by `class`, seconds: ITL, the time between two tokens of one answer.
 pub const INTER_TOKEN_LATENCY: &str = "baton_inter_token_latency_seconds";
 /// Histogram, seconds: from receiving a request until its answer ended.
 pub const REQUEST_SECONDS: &str = "baton_request_seconds";
@@ -86,9 +86,9 @@ pub const PREDICTION_ERROR: &str = "baton_prediction_error_ratio";
 pub const PLACEMENTS: &str = "baton_placements_total";
 /// Gauge: blocks that the router knows some worker to have in its prefix cache.
 pub const KV_INDEX_BLOCKS: &str = "baton_kv_index_blocks";
-/// Gauge: choices that wait in the router for their tenant's turn.
+/// Gauge: choices that wait in the router for their turn.
 pub const WAITING: &str = "baton_waiting_choices";
-/// Counter by `reason`: requests refused before any work.
+/// Counter by `reason` and `class`: requests refused before any work.
 pub const REJECTED: &str = "baton_rejected_total";
 /// Counter by `cached` (yes, no): bytes of prompts' text whose tokens were known from texts seen before, or were computed.
 pub const TOKENIZED_BYTES: &str = "baton_tokenized_bytes_total";
@@ -193,7 +193,7 @@ fn describe() {
         "Predicted placements, by route, and by whether a chosen worker holds some of the prompt."
     );
     describe_gauge!(KV_INDEX_BLOCKS, Unit::Count, "Blocks that some worker is known to have in its prefix cache.");
-    describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their tenant's turn.");
+    describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their turn.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_counter!(
         TOKENIZED_BYTES,

@@ -2,7 +2,7 @@
 
 use baton_engine::fake;
 use baton_types::testing::Random;
-use baton_types::{ErrorKind, FinishReason, KvLayout, SamplingParams, TokenOut};
+use baton_types::{Class, ErrorKind, FinishReason, KvLayout, SamplingParams, TokenOut};
 
 use crate::events::Place;
 use crate::stream::Micros;
@@ -77,7 +77,10 @@ impl Client {
             prompt: (0..len).map(token).collect(),
             params,
             salt: random.below(2),
-            priority: random.below(3) as i32 - 1,
+            priority: match random.below(4) as i32 - 1 {
+                2 => Class::Batch.at_workers(0),
+                interactive => interactive,
+            },
             deadline: if late { random.within(1_000, 200_000) } else { 120_000_000 },
             leaves: random.chance(100).then(|| random.within(0, 400_000)),
             reads: if random.chance(100) { random.within(1_000, 100_000) } else { 0 },

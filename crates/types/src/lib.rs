@@ -2,6 +2,7 @@
 //!
 //! Depends on no other crate of the project. Knows no tokio, no candle, no I/O, no clock.
 
+mod class;
 mod constraint;
 mod device;
 mod digest;
@@ -20,6 +21,7 @@ mod time;
 mod weight;
 mod words;
 
+pub use class::Class;
 pub use constraint::Constraint;
 pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged,

@@ -132,10 +132,10 @@ baton_runtime::config! {
         slo_itl: Duration = Duration::from_millis(100),
         /// Most sequences in the running batch.
         max_running: u32 = 64,
-        /// Most sequences that wait for a place in the batch; more are refused.
+        /// Most sequences that wait for a place in the batch; more are refused. Batch work that waits counts for batch work alone.
         max_waiting: u32 = 1024,
         /// In which order sequences are served: priority (by each request's priority, equal ones first come, first served), fcfs (first
-        /// come, first served, whatever their priority) or shortest-first.
+        /// come, first served, whatever their priority) or shortest-first. Batch work comes last in each.
         order: Parsed<Order> = Parsed(Order::Priority),
         /// With an order other than fcfs: how many later sequences may start before an earlier one, at most.
         overtakes: u32 = 64,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_engine::{BlockName, CacheChange, CacheFeed, Cached, Tally};
-use baton_latency::{Backlog, StepCost};
+use baton_latency::{Backlog, BatchWork, StepCost};
 use baton_proto::v1::{self, worker_event::Event};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver};
@@ -190,7 +190,7 @@ impl WorkerNews {
     }
 
     fn load_event(&self, load: &Backlog, age: Duration) -> v1::LoadEvent {
-        let Backlog { work, coming, room, step_tokens, spare, cost } = *load;
+        let Backlog { work, coming, room, step_tokens, spare, cost, batch } = *load;
         let StepCost { base, row, context, chunk, token, pair } = cost;
         v1::LoadEvent {
             tokens: work.tokens,
@@ -202,10 +202,23 @@ impl WorkerNews {
             room,
             step_tokens,
             spare,
+            batch: (batch != BatchWork::default()).then(|| batch_load(batch)),
             cost: (cost != StepCost::default()).then_some(v1::StepCost { base, row, context, chunk, token, pair }),
             age_us: u64::try_from(age.as_micros()).unwrap_or(u64::MAX),
             followers: (FOLLOWERS - self.followers.available_permits()) as u32,
         }
+    }
+}
+
+fn batch_load(BatchWork { work, coming, blocks }: BatchWork) -> v1::BatchLoad {
+    v1::BatchLoad {
+        tokens: work.tokens,
+        pairs: work.pairs,
+        rows: work.rows,
+        context: work.context,
+        coming_rows: coming.rows,
+        coming_context: coming.context,
+        blocks: u64::try_from(blocks).unwrap_or(0),
     }
 }
 
@@ -294,7 +307,8 @@ mod tests {
         let began = Instant::now();
         let of = |room| {
             let cost = StepCost { base: 1.0, ..StepCost::default() };
-            Backlog { room, cost, step_tokens: 5, ..Backlog::default() }
+            let batch = BatchWork { blocks: room, ..BatchWork::default() };
+            Backlog { room, cost, step_tokens: 5, batch, ..Backlog::default() }
         };
         for room in -3..=0 {
             news.load(of(room));
@@ -304,7 +318,9 @@ mod tests {
         assert!(began.elapsed() >= GATHER / 2, "not more often than that");
         news.load(of(0));
         news.load(of(9));
-        assert_eq!(next_load(&mut stream).await.room, 9, "what does not change is not told");
+        let third = next_load(&mut stream).await;
+        assert_eq!(third.room, 9, "what does not change is not told");
+        assert_eq!((second.batch, third.batch.map(|batch| batch.blocks)), (None, Some(9)));
     }
 
     #[tokio::test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_types::{TokenOut, Usage};
+use baton_types::{Class, TokenOut, Usage};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::Serialize;
 
@@ -46,6 +46,8 @@ pub(crate) struct Answer {
     pub echoes: Vec<Echo>,
     /// Choices per prompt.
     pub n: u32,
+    /// The class that the request was served as.
+    pub class: Class,
     /// What a response repeats of its request; None for other answers.
     pub frame: Option<Frame>,
     /// Reads thoughts and calls out of each choice; one that has read nothing.
@@ -103,6 +105,9 @@ struct Body<'a> {
     created: u64,
     model: &'a str,
     system_fingerprint: &'a str,
+    /// Of a chat that names a tier or is batch work: the tier that it was served in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_tier: Option<&'static str>,
     choices: &'a [Choice],
     /// Three cases that differ in a stream: absent (`None`), null (`Some(None)`), or a value.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -274,6 +279,16 @@ impl Answer {
             Some(echo) => echo.opening(choice, self.asked.logprobs.is_some()),
             None => Part { choice, ..Part::default() },
         }
+    }
+
+    /// The tier that the request was served in, in the API's words.
+    pub fn tier(&self) -> &'static str {
+        if self.class.is_batch() { "flex" } else { "default" }
+    }
+
+    /// Completions have no tier in OpenAI's API.
+    fn names_tier(&self) -> bool {
+        self.shape == Shape::Chat && (self.asked.tier || self.class.is_batch())
     }
 
     fn echo(&self, choice: u32) -> Option<&Echo> {
@@ -461,6 +476,7 @@ impl Answer {
             created: self.created,
             model: self.model.id(),
             system_fingerprint: &self.fingerprint,
+            service_tier: self.names_tier().then(|| self.tier()),
             choices,
             usage,
             prompt_token_ids,

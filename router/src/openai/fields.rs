@@ -74,7 +74,7 @@ const REFUSED: [Refused; 28] = {
 };
 
 /// Fields that clients send and that have no effect here: they concern billing, speed, or features this model lacks.
-const HARMLESS: [&str; 14] = [
+const HARMLESS: [&str; 13] = [
     "guided_decoding_backend",
     "kv_transfer_params",
     "metadata",
@@ -85,7 +85,6 @@ const HARMLESS: [&str; 14] = [
     "reasoning_effort",
     "request_id",
     "safety_identifier",
-    "service_tier",
     "store",
     "user",
     "verbosity",

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use baton_model_text::ChatMessage;
-use baton_types::{RequestId, SamplingParams};
+use baton_types::{Class, RequestId, SamplingParams};
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -13,9 +13,10 @@ use super::output;
 use super::tools;
 use super::types::{ChatFields, CommonFields, CompletionFields, Content, Message, Part, PromptField, StopField};
 use crate::error::RequestError;
-use crate::input::{GenerateInput, Standing};
+use crate::input::GenerateInput;
 use crate::models::Defaults;
 use crate::prompt::Prompt;
+use crate::standing::{Standing, slo};
 use crate::tenant::Tenant;
 use crate::tools::Tools;
 
@@ -37,6 +38,8 @@ pub(crate) struct Asked {
     pub reasoning: bool,
     /// Send the prompt before the answer.
     pub echo: bool,
+    /// It names a service tier, and so does the answer.
+    pub tier: bool,
     /// Of the answers to a prompt, send this many: those with the highest log probability per token. None: all, in order.
     pub best: Option<u32>,
 }
@@ -143,6 +146,7 @@ fn assemble(
         token_ids: common.return_token_ids.unwrap_or(false),
         reasoning: true,
         echo: false,
+        tier: common.service_tier.is_some(),
         best: None,
     };
     let Envelope { request_id, tenant, received, deadline, defaults } = envelope;
@@ -173,8 +177,10 @@ fn assemble(
     let n = common.n.unwrap_or(1);
     let standing = Standing {
         cache_salt: common.cache_salt.unwrap_or_default(),
+        class: common.service_tier.as_deref().map(class).transpose()?.unwrap_or_default(),
         priority: common.priority.unwrap_or_default(),
         cache_keep_seconds: common.cache_keep_seconds.unwrap_or_default(),
+        slo: slo(common.reject_ttft_ms, common.reject_itl_ms),
         ..Standing::default()
     };
     let input = GenerateInput {
@@ -196,6 +202,18 @@ fn assemble(
         received,
     };
     Ok((input, asked))
+}
+
+/// The class of a service tier of OpenAI's API. Tiers that are faster for money are the default here.
+fn class(service_tier: &str) -> Result<Class, RequestError> {
+    match service_tier {
+        "flex" => Ok(Class::Batch),
+        "auto" | "default" | "priority" | "scale" => Ok(Class::Interactive),
+        other => {
+            let wrong = format!("service_tier is {other:?}; it must be auto, default or flex");
+            Err(RequestError::invalid("service_tier", wrong))
+        }
+    }
 }
 
 /// A message of a chat; `at`: its place, for errors.
@@ -268,7 +286,10 @@ fn logit_bias(biases: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, RequestEr
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use baton_policy::Slo;
     use serde_json::{Value, json};
 
     #[test]
@@ -307,7 +328,8 @@ mod tests {
             "seed": -1, "stop": "END", "stop_token_ids": [3], "presence_penalty": 1, "frequency_penalty": -1,
             "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "ignore_eos": true,
             "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true, "user": "u",
-            "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90,
+            "cache_salt": "tenant", "priority": -1, "cache_keep_seconds": 90, "reject_ttft_ms": 700, "reject_itl_ms": 40,
+            "service_tier": "flex",
         })))
         .unwrap();
         let sampling = SamplingParams {
@@ -326,10 +348,17 @@ mod tests {
         assert_eq!((input.model.as_str(), input.n, &input.sampling), ("m", 2, &sampling));
         assert_eq!((input.max_tokens, input.seed, input.ignore_eos), (Some(7), Some(u64::MAX), true));
         assert_eq!(input.stop, ["END"]);
-        assert_eq!(
-            input.standing,
-            Standing { cache_salt: "tenant".into(), priority: -1, cache_keep_seconds: 90, ..Standing::default() }
-        );
+        let (first_token, token) = (Some(Duration::from_millis(700)), Some(Duration::from_millis(40)));
+        let slo = Slo { first_token, token, deadline: None };
+        let want = Standing {
+            cache_salt: "tenant".into(),
+            priority: -1,
+            cache_keep_seconds: 90,
+            slo,
+            class: Class::Batch,
+            ..Standing::default()
+        };
+        assert_eq!(input.standing, want);
         let shown = Asked {
             stream: true,
             include_usage: true,
@@ -337,6 +366,7 @@ mod tests {
             token_ids: true,
             reasoning: true,
             echo: false,
+            tier: true,
             best: None,
         };
         assert_eq!(asked, shown);
@@ -356,6 +386,19 @@ mod tests {
             let mut body = json!({"prompt": "x"});
             body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
             assert_eq!(read(body).unwrap_err().param.as_deref(), Some("best_of"));
+        }
+    }
+
+    #[test]
+    fn flex_is_batch_and_all_other_tiers_are_not() {
+        let of = |tier: Value| {
+            let (input, asked) = read_chat(&with(json!({"service_tier": tier}))).unwrap();
+            (input.standing.class, asked.tier)
+        };
+        assert_eq!(of(json!("flex")), (Class::Batch, true));
+        assert_eq!(of(Value::Null), (Class::Interactive, false));
+        for tier in ["auto", "default", "priority", "scale"] {
+            assert_eq!(of(json!(tier)), (Class::Interactive, true));
         }
     }
 
@@ -385,6 +428,10 @@ mod tests {
             (with(json!({"n": "two"})), "n"),
             (with(json!({"priority": "high"})), "priority"),
             (with(json!({"cache_keep_seconds": -1})), "cache_keep_seconds"),
+            (with(json!({"service_tier": "cheap"})), "service_tier"),
+            (with(json!({"reject_ttft_ms": "5s"})), "reject_ttft_ms"),
+            (with(json!({"reject_itl_ms": 0.5})), "reject_itl_ms"),
+            (with(json!({"reject_ttft_m": 5})), "reject_ttft_m"),
             (with(json!({"cache_keep_second": 5})), "cache_keep_second"),
             (with(json!({"max_tokns": 4})), "max_tokns"),
             (with(json!({"max_completion_token": 4})), "max_completion_token"),

@@ -90,11 +90,21 @@ pub(crate) struct CommonFields {
     pub return_token_ids: Option<bool>,
     /// Only requests with the same salt share KV; at most 256 bytes.
     pub cache_salt: Option<String>,
-    /// Requests with a lower value are served first.
+    /// Requests of a tier with a lower value are served first.
+    #[schemars(range(min = -536870912, max = 536870911))]
     pub priority: Option<i32>,
+    /// flex: batch work, which is served with what other requests leave. auto, default: as the key says, else at once.
+    #[schemars(extend("enum" = ["auto", "default", "flex", "priority", "scale", null]))]
+    pub service_tier: Option<String>,
     /// Keep the KV of prompt and answer this long, in preference to that of requests that do not ask.
     #[schemars(range(max = 86400))]
     pub cache_keep_seconds: Option<u32>,
+    /// Reject the request when its first token is predicted to come later than this many milliseconds. Absent: as the key or the router says.
+    #[schemars(range(min = 1))]
+    pub reject_ttft_ms: Option<u32>,
+    /// Reject it when its tokens are predicted to be further apart than this, in the mean.
+    #[schemars(range(min = 1))]
+    pub reject_itl_ms: Option<u32>,
     /// The form of the answer.
     pub response_format: Option<ResponseFormat>,
     pub guided_json: Option<serde_json::Value>,

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use baton_policy::{Backlog, Coming, Followed, KvChange, Links, StepCost, StepWork, Tally};
+use baton_policy::{Backlog, BatchWork, Coming, Followed, KvChange, Links, StepCost, StepWork, Tally};
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_proto::v1::{self, worker_event::Event};
 use baton_types::WorkerId;
@@ -117,16 +117,36 @@ async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> F
 /// What a worker says it has to do. What no cost can be counts as 0: unknown.
 fn backlog(event: &v1::LoadEvent) -> Backlog {
     let v1::LoadEvent {
-        tokens, pairs, rows, context, coming_rows, coming_context, room, step_tokens, spare, cost, ..
+        tokens,
+        pairs,
+        rows,
+        context,
+        coming_rows,
+        coming_context,
+        room,
+        step_tokens,
+        spare,
+        cost,
+        batch,
+        ..
     } = *event;
-    let [tokens, pairs, rows, context, coming_rows, coming_context] =
-        [tokens, pairs, rows, context, coming_rows, coming_context].map(|count| count.min(MOST));
+    let (work, coming) = amounts([tokens, pairs, rows, context, coming_rows, coming_context]);
     let v1::StepCost { base, row, context: read, chunk, token, pair } = cost.unwrap_or_default();
     let [base, row, read, chunk, token, pair] = [base, row, read, chunk, token, pair]
         .map(|cost| if cost.is_finite() { cost.clamp(0.0, LONGEST_STEP) } else { 0.0 });
     let cost = StepCost { base, row, context: read, chunk, token, pair };
-    let coming = Coming { rows: coming_rows, context: coming_context };
-    Backlog { work: StepWork { tokens, pairs, rows, context }, coming, room, step_tokens, spare, cost }
+    Backlog { work, coming, room, step_tokens, spare, cost, batch: batch.map(batch_work).unwrap_or_default() }
+}
+
+fn batch_work(batch: v1::BatchLoad) -> BatchWork {
+    let v1::BatchLoad { tokens, pairs, rows, context, coming_rows, coming_context, blocks } = batch;
+    let (work, coming) = amounts([tokens, pairs, rows, context, coming_rows, coming_context]);
+    BatchWork { work, coming, blocks: blocks.min(MOST).cast_signed() }
+}
+
+fn amounts(counts: [u64; 6]) -> (StepWork, Coming) {
+    let [tokens, pairs, rows, context, coming_rows, coming_context] = counts.map(|count| count.min(MOST));
+    (StepWork { tokens, pairs, rows, context }, Coming { rows: coming_rows, context: coming_context })
 }
 
 /// How fast a worker says that KV leaves it. What no rate can be is not known.

@@ -5,8 +5,9 @@ use std::time::Duration;
 use crate::support::{Cluster, bytes, config};
 use baton_cluster::Role;
 use baton_policy::BlockName;
+use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::v1::worker_event::Event;
-use baton_proto::v1::{CacheEvent, CacheTally, Link, LinksEvent, LoadEvent, StepCost};
+use baton_proto::v1::{self, BatchLoad, CacheEvent, CacheTally, Link, LinksEvent, LoadEvent, StepCost};
 use baton_router::{PlacementKind, RouterConfig};
 use serde_json::{Value, json};
 
@@ -206,6 +207,64 @@ async fn what_would_miss_its_slo_is_refused_and_says_why() {
     let before = asked();
     let (status, _) = cluster.ask("/v1/completions", &json!({"prompt": ONE})).await;
     assert_eq!((status, asked()), (429, before), "no worker was asked");
+    cluster.stop().await;
+}
+
+/// A request may have an SLO of its own. Without one, it is refused when it would begin after its deadline, and only then.
+#[tokio::test]
+async fn a_request_is_refused_by_its_own_slo_and_by_its_deadline() {
+    let settings = RouterConfig { local_prompt: 0, request_timeout: Duration::from_secs(600), ..predicted() };
+    let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
+    let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([queues(200_000)])).await;
+    cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
+    cluster.readiness.wait().await;
+    cluster.seen(2).await;
+    prefill.was_followed(1).await;
+    let ask = async |ttft: Value| cluster.ask("/v1/completions", &json!({"prompt": ONE, "reject_ttft_ms": ttft})).await;
+    // Until the router has read what they say.
+    let refused = async { while ask(json!(2000)).await.0 != 429 {} };
+    tokio::time::timeout(Duration::from_secs(30), refused).await.expect("a prompt is refused");
+    assert_eq!((ask(Value::Null).await.0, ask(json!(300_000)).await.0), (200, 200));
+    let mut client = InferenceClient::connect(cluster.grpc_url()).await.unwrap();
+    let mut call = async |seconds, reject_ttft_ms| {
+        let input = Some(v1::generate_request::Input::Text("hi".into()));
+        let mut request = tonic::Request::new(v1::GenerateRequest { input, reject_ttft_ms, ..Default::default() });
+        request.set_timeout(Duration::from_secs(seconds));
+        client.generate(request).await.unwrap().into_inner().message().await
+    };
+    let refused = call(30, None).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+    assert!(refused.message().contains("(the request's deadline)"), "{refused}");
+    assert!(refused.metadata().contains_key("retry-after"));
+    assert!(call(600, None).await.is_ok());
+    assert!(call(600, Some(9000)).await.unwrap_err().message().contains("within 9.0 s (reject_ttft)"));
+    cluster.stop().await;
+}
+
+/// What a worker has to do is batch work: an interactive request goes before it, a batch request waits for it.
+#[tokio::test]
+async fn batch_work_is_in_the_way_of_batch_requests_alone() {
+    let settings = RouterConfig { local_prompt: 0, request_timeout: Duration::from_secs(600), ..predicted() };
+    let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
+    let batch = Some(BatchLoad { tokens: 200_000, ..BatchLoad::default() });
+    let load = queues(200_000).into_iter().map(|event| match event {
+        Event::Load(load) => Event::Load(LoadEvent { batch, ..load }),
+        event => event,
+    });
+    let load: Vec<Event> = load.collect();
+    let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([load])).await;
+    cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
+    cluster.readiness.wait().await;
+    cluster.seen(2).await;
+    prefill.was_followed(1).await;
+    let ask = async |tier: &str| {
+        let body = json!({"prompt": ONE, "reject_ttft_ms": 20_000, "service_tier": tier});
+        cluster.ask("/v1/completions", &body).await.0
+    };
+    // Until the router has read what they say.
+    let refused = async { while ask("flex").await != 429 {} };
+    tokio::time::timeout(Duration::from_secs(30), refused).await.expect("a batch request is refused");
+    assert_eq!(ask("default").await, 200);
     cluster.stop().await;
 }
 

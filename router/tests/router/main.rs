@@ -4,6 +4,7 @@
 mod support;
 
 mod api;
+mod classes;
 mod false_workers;
 mod following;
 mod grpc;

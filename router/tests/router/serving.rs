@@ -133,12 +133,14 @@ async fn what_happened_is_counted() {
     cluster.ask(TEXT, &json!({"prompt": "hi", "model": "nope"})).await;
     cluster.worker(1).decode_will([Decode::BadKv]);
     cluster.complete(json!({})).await;
+    cluster.complete(json!({"service_tier": "flex"})).await;
     let text = metrics.render();
     for want in [
-        "baton_time_to_first_token_seconds_count",
-        "baton_inter_token_latency_seconds_count",
+        "baton_time_to_first_token_seconds_count{class=\"interactive\"}",
+        "baton_time_to_first_token_seconds_count{class=\"batch\"}",
+        "baton_inter_token_latency_seconds_count{class=\"batch\"}",
         "baton_requests_in_flight",
-        "baton_rejected_total{reason=\"model_not_found\"}",
+        "baton_rejected_total{reason=\"model_not_found\",class=\"unknown\"}",
         "baton_recoveries_total{leg=\"transfer\",cause=\"kv_verification_error\"}",
         "baton_requests_total{outcome=\"ok\"}",
         "baton_cluster_members{role=\"decode\"}",

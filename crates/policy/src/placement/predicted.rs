@@ -32,7 +32,7 @@ const LIKE: f64 = 1.25;
 /// already.
 const HANDOFF: f64 = 1.0;
 /// The longest wait for blocks, in seconds: nothing says when any will be free.
-const FULL: f64 = 600.0;
+pub(super) const FULL: f64 = 600.0;
 /// What steps cost as long as no worker has learned it: only the relations matter.
 const NOMINAL: StepCost = StepCost { base: 1e-2, row: 1e-4, context: 1e-8, chunk: 5e-3, token: 1e-4, pair: 1e-9 };
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Terms;
+use super::predicted::FULL;
 
 /// The longest advice to wait.
 const LONGEST: Duration = Duration::from_secs(600);
@@ -14,6 +15,9 @@ pub struct Slo {
     pub first_token: Option<Duration>,
     /// Each further token after the one before it, in the mean.
     pub token: Option<Duration>,
+    /// The whole answer: what is left until its deadline. How long the answer will be nobody knows, so it is missed only where the first token
+    /// would come later. And only where the wait for blocks is known, which [`FULL`] is not.
+    pub deadline: Option<Duration>,
 }
 
 /// An SLO that no placement meets.
@@ -26,14 +30,24 @@ pub struct Missed {
     pub first_token: Option<Duration>,
     /// The limit of further tokens that is missed.
     pub token: Option<Duration>,
+    /// The time until the deadline, if the first token would come after it.
+    pub deadline: Option<Duration>,
 }
 
 impl Slo {
+    /// What is not set of it is as in `other`.
+    pub fn or(self, other: Slo) -> Slo {
+        let (first_token, token) = (self.first_token.or(other.first_token), self.token.or(other.token));
+        Slo { first_token, token, deadline: self.deadline.or(other.deadline) }
+    }
+
     /// What of it is missed where this is predicted.
     pub(super) fn missed(&self, terms: &Terms) -> Option<Missed> {
         let over = |limit: Option<Duration>, seconds: f64| limit.filter(|limit| seconds > limit.as_secs_f64());
         let (first_token, token) = (over(self.first_token, terms.first_token), over(self.token, terms.token));
-        (first_token.is_some() || token.is_some()).then_some(Missed { terms: *terms, first_token, token })
+        let deadline = over(self.deadline, if terms.room < FULL { terms.first_token } else { 0.0 });
+        let missed = first_token.or(token).or(deadline).is_some();
+        missed.then_some(Missed { terms: *terms, first_token, token, deadline })
     }
 }
 
@@ -42,14 +56,15 @@ impl Missed {
     pub(super) fn by(&self) -> f64 {
         let ratio =
             |limit: Option<Duration>, seconds: f64| limit.map_or(1.0, |limit| seconds / limit.as_secs_f64().max(1e-9));
-        ratio(self.first_token, self.terms.first_token).max(ratio(self.token, self.terms.token))
+        let first = ratio(self.first_token, self.terms.first_token).max(ratio(self.deadline, self.terms.first_token));
+        first.max(ratio(self.token, self.terms.token))
     }
 
     /// When the same request would be taken, if nothing else comes: queues are worked on, and answers end. `None`: never; it takes too long by
     /// itself.
     pub fn retry_after(&self) -> Option<Duration> {
         let Terms { room, queue, first_token, token, answer, .. } = self.terms;
-        let first = match self.first_token.map(|limit| limit.as_secs_f64()) {
+        let first = match self.first().map(|limit| limit.as_secs_f64()) {
             Some(limit) if first_token - room - queue > limit => return None,
             Some(limit) => first_token - limit,
             None => 0.0,
@@ -60,12 +75,18 @@ impl Missed {
         Some(wait.clamp(Duration::from_secs(1), LONGEST))
     }
 
+    /// The stricter of the limits of the first token that are missed.
+    fn first(&self) -> Option<Duration> {
+        self.first_token.into_iter().chain(self.deadline).min()
+    }
+
     fn text(&self) -> String {
         let Terms { compute, queue, room, token, .. } = self.terms;
         let mut text = String::new();
-        if let Some(limit) = self.first_token {
+        if let Some(limit) = self.first() {
+            let why = if self.first_token == Some(limit) { "reject_ttft" } else { "the request's deadline" };
             text = format!(
-                "the first token is predicted after {} and must come within {} (reject_ttft): {} until the prompts before it are computed, {} for \
+                "the first token is predicted after {} and must come within {} ({why}): {} until the prompts before it are computed, {} for \
                  its own, {} until there are KV blocks",
                 say(self.terms.first_token),
                 say(limit.as_secs_f64()),
@@ -116,7 +137,7 @@ mod tests {
 
     fn missed(first_token: Option<u64>, token: Option<u64>, terms: Terms) -> Option<Missed> {
         let ms = |limit: Option<u64>| limit.map(Duration::from_millis);
-        Slo { first_token: ms(first_token), token: ms(token) }.missed(&terms)
+        Slo { first_token: ms(first_token), token: ms(token), deadline: None }.missed(&terms)
     }
 
     #[test]
@@ -140,6 +161,28 @@ mod tests {
         assert!(full.to_string().ends_with("; retry in 23 s, or add decode workers"), "{full}");
         let long = missed(Some(1000), None, TERMS).unwrap();
         assert!(long.retry_after().is_none() && long.to_string().ends_with("shorten it, or allow more time"), "{long}");
+    }
+
+    #[test]
+    fn what_would_begin_after_its_deadline_is_missed() {
+        let of = |ms, room| {
+            let slo = Slo { deadline: Some(Duration::from_millis(ms)), ..Slo::default() };
+            slo.missed(&Terms { room, first_token: 7.3 + room, ..TERMS })
+        };
+        assert_eq!(of(7300, 0.0), None, "the answer may be short");
+        let late = of(5000, 0.0).unwrap();
+        assert_eq!(
+            late.to_string(),
+            "the first token is predicted after 7.3 s and must come within 5.0 s (the request's deadline): 6.1 s until the prompts before it \
+             are computed, 1.2 s for its own, 0 ms until there are KV blocks; retry in 3 s, or add prefill workers"
+        );
+        assert!((late.by() - 1.46).abs() < 1e-9);
+        assert!(of(1000, 0.0).unwrap().to_string().ends_with("shorten it, or allow more time"));
+        assert!(of(20_000, 20.0).is_some());
+        assert_eq!(of(20_000, FULL), None, "nobody knows when there will be blocks");
+        let both =
+            Slo { deadline: Some(Duration::from_secs(5)), first_token: Some(Duration::from_secs(6)), token: None };
+        assert!(both.missed(&TERMS).unwrap().to_string().contains("within 5.0 s (the request's deadline)"));
     }
 
     #[test]

@@ -30,7 +30,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     tokens: 100,
     answer: 100,
     block_size: 16,
-    slo: Slo { first_token: None, token: None },
+    slo: Slo { first_token: None, token: None, deadline: None },
     late: f64::INFINITY,
     delays: (0.0, 0.0),
     split: true,
@@ -297,7 +297,7 @@ fn unknown_workers_are_neither_shunned_nor_flooded() {
 fn what_would_come_too_late_is_rejected_and_says_why() {
     let (mut policy, mut view) = (Predicted::new(0), loaded());
     (view[0].load, view[1].load) = (queue(60_000), queue(40_000));
-    let slo = |first_token: u64| Slo { first_token: Some(Duration::from_millis(first_token)), token: None };
+    let slo = |first_token: u64| Slo { first_token: Some(Duration::from_millis(first_token)), ..Slo::default() };
     let ask = |first_token| PlacementInput { slo: slo(first_token), ..LONG };
     assert_eq!(ids(policy.place(&view, &ask(3000)).unwrap()).1, Some(2));
     let PlacementError::Late(missed) = policy.place(&view, &ask(2000)).unwrap_err() else { panic!() };
@@ -305,7 +305,7 @@ fn what_would_come_too_late_is_rejected_and_says_why() {
     assert_eq!(missed.retry_after(), Some(Duration::from_secs(1)));
     view[1].load = queue(0);
     view[2..].iter_mut().for_each(|decode| decode.load = rows(100));
-    let slow = PlacementInput { slo: Slo { first_token: None, token: Some(Duration::from_millis(20)) }, ..LONG };
+    let slow = PlacementInput { slo: Slo { token: Some(Duration::from_millis(20)), ..Slo::default() }, ..LONG };
     let PlacementError::Late(missed) = policy.place(&view, &slow).unwrap_err() else { panic!() };
     assert!(missed.token.is_some() && missed.first_token.is_none(), "{missed}");
     view[3].load = rows(3);
@@ -319,7 +319,7 @@ fn long_and_short_prompts_are_rejected_at_the_same_load() {
     let mut rejected = |tokens: u32, rows: u64, queued: u64| {
         view[..2].iter_mut().for_each(|prefill| prefill.load = queue(queued));
         view[2..].iter_mut().for_each(|decode| decode.load = self::rows(rows));
-        let slo = Slo { first_token: None, token: Some(Duration::from_millis(25)) };
+        let slo = Slo { first_token: None, token: Some(Duration::from_millis(25)), deadline: None };
         policy.place(&view, &PlacementInput { tokens, slo, ..ASK }).is_err()
     };
     assert_eq!((rejected(2000, 59, 0), rejected(20_000, 59, 0)), (true, true));

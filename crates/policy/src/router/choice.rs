@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
-use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
+use baton_types::{Class, ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
@@ -54,6 +54,8 @@ pub struct NewRequest {
     pub patience: Patience,
     /// When its tokens have to come. A request that was placed once is not given up for it.
     pub slo: Slo,
+    /// Whether somebody waits for it.
+    pub class: Class,
 }
 
 /// How long to wait for a worker whose stream is open and that sends nothing. Then the request goes on elsewhere. Its process may be alive
@@ -392,6 +394,11 @@ impl Choice {
     }
 
     fn judge(&mut self, on: Subject, outcome: Outcome) {
+        let outcome = match outcome {
+            // It may have given way to others again and again.
+            Outcome::Worked(_) if self.request.class.is_batch() => Outcome::Worked(None),
+            outcome => outcome,
+        };
         self.todo.push_back(Effect::Judge(Verdict { on, placed: self.placed_at, outcome }));
     }
 
@@ -454,8 +461,9 @@ impl Choice {
                 let emitted = self.machine.emitted().len() as u32;
                 let tokens = self.request.prompt.len() as u32 + emitted;
                 let most = self.request.limits.max_tokens.saturating_sub(emitted);
+                let class = self.request.class;
                 let slo = if self.placed.is_none() { self.request.slo } else { Slo::default() };
-                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most, slo }));
+                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most, slo, class }));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use baton_latency::{Backlog, Coming, StepWork};
+use baton_latency::{Backlog, BatchWork, Coming, StepWork};
+use baton_types::Class;
 
 /// For so long after a request's stream was opened, the worker may not have taken it in.
 const UNTOLD: Duration = Duration::from_millis(2);
@@ -20,6 +21,16 @@ pub(super) struct Load {
     sent: Vec<Sent>,
 }
 
+/// What a request adds to a worker's load.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Adds {
+    pub work: StepWork,
+    pub blocks: u32,
+    pub class: Class,
+    /// Its stream is opened when its prompt's turn is near elsewhere, whenever that is.
+    pub late: bool,
+}
+
 /// A request that was placed here.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
@@ -28,10 +39,7 @@ struct Sent {
     placed: Instant,
     /// When its stream was opened.
     opened: Option<Instant>,
-    work: StepWork,
-    blocks: u32,
-    /// Its stream is opened when its prompt's turn is near, whenever that is.
-    late: bool,
+    adds: Adds,
 }
 
 impl Load {
@@ -41,13 +49,18 @@ impl Load {
         self.forget(at);
     }
 
-    /// A request was placed here that adds so much. `late`: it opens its stream only when its prompt's turn is near elsewhere.
-    pub fn sent(&mut self, number: u64, work: StepWork, blocks: u32, late: bool, now: Instant) {
+    /// Whether the worker has learned how long prompts take.
+    pub fn knows_prompts(&self) -> bool {
+        self.told.is_some_and(|(told, _)| told.cost.chunk + told.cost.token + told.cost.pair > 0.0)
+    }
+
+    /// A request was placed here that adds so much.
+    pub fn sent(&mut self, number: u64, adds: Adds, now: Instant) {
         if self.sent.len() >= MOST {
             self.forget(now);
         }
         if self.told.is_some() && self.sent.len() < MOST {
-            self.sent.push(Sent { number, placed: now, opened: None, work, blocks, late });
+            self.sent.push(Sent { number, placed: now, opened: None, adds });
         }
     }
 
@@ -68,7 +81,7 @@ impl Load {
         let since = |sent: Instant| at.saturating_duration_since(sent);
         self.sent.retain(|sent| match sent.opened {
             Some(opened) => since(opened) < UNTOLD,
-            None => sent.late || since(sent.placed) < LOST,
+            None => sent.adds.late || since(sent.placed) < LOST,
         });
     }
 
@@ -78,13 +91,17 @@ impl Load {
     pub fn now(&self, in_flight: u32, now: Instant) -> Option<Backlog> {
         let (mut told, at) = self.told?;
         if self.routers == 1 && in_flight == 0 {
-            (told.work, told.coming) = (StepWork::default(), Coming::default());
+            (told.work, told.coming, told.batch) = (StepWork::default(), Coming::default(), BatchWork::default());
         }
         let routers = u64::from(self.routers.max(1));
         let add = |backlog: Backlog, sent: &Sent| {
-            let StepWork { tokens, pairs, rows, context } = sent.work;
+            let Adds { work: StepWork { tokens, pairs, rows, context }, blocks, class, .. } = sent.adds;
             let [tokens, pairs, rows, context] = [tokens, pairs, rows, context].map(|n| n.saturating_mul(routers));
-            backlog.with(StepWork { tokens, pairs, rows, context }, sent.blocks.saturating_mul(routers as u32))
+            let (work, blocks) = (StepWork { tokens, pairs, rows, context }, blocks.saturating_mul(routers as u32));
+            match class {
+                Class::Interactive => backlog.with(work, blocks),
+                Class::Batch => backlog.with_batch(work, blocks),
+            }
         };
         let mut load = self.sent.iter().fold(told, add);
         let began = if told.work.tokens > 0 { Some(at) } else { self.sent.iter().find_map(|sent| sent.opened) };
@@ -105,36 +122,42 @@ mod tests {
 
     use super::*;
 
+    fn adds(work: StepWork, blocks: u32) -> Adds {
+        Adds { work, blocks, ..Adds::default() }
+    }
+
     fn rows(load: &Load) -> Option<(u64, i64)> {
         load.now(1, Instant::now()).map(|backlog| (backlog.coming.rows, backlog.room))
     }
 
     #[test]
     fn what_was_sent_counts_until_the_worker_says_so_itself() {
-        let (mut load, begun, row) = (Load::default(), Instant::now(), StepWork::default().with_row(10));
+        let (mut load, begun) = (Load::default(), Instant::now());
+        let work = StepWork::default().with_row(10);
+        let row = adds(work, 5);
         let at = |ms: u64| begun + Duration::from_millis(ms);
-        load.sent(1, row, 5, false, at(0));
+        load.sent(1, row, at(0));
         assert_eq!(rows(&load), None, "nothing is known of it");
         let empty = Backlog { room: 100, ..Backlog::default() };
         load.told(empty, 1, at(1));
-        load.sent(2, row, 5, false, at(2));
-        load.sent(3, row, 5, false, at(3));
+        load.sent(2, row, at(2));
+        load.sent(3, row, at(3));
         assert_eq!(rows(&load), Some((2, 90)));
         load.opened(2, at(10));
         load.told(empty, 1, at(11));
         assert_eq!(rows(&load), Some((2, 90)), "it may not know of it yet");
-        load.told(empty.with(row, 5), 1, at(12));
+        load.told(empty.with(work, 5), 1, at(12));
         assert_eq!(rows(&load), Some((2, 90)), "its own word, and one that was not opened");
-        load.sent(4, row, 5, false, at(20));
+        load.sent(4, row, at(20));
         load.begun(4);
         assert_eq!(rows(&load), Some((2, 90)), "it needed nothing here");
         load.told(empty, 1, at(5003));
         assert_eq!(rows(&load), Some((0, 100)), "the other was never opened");
-        load.sent(5, row, 5, true, at(5003));
+        load.sent(5, Adds { late: true, ..row }, at(5003));
         load.told(empty, 1, at(60_000));
         assert_eq!(rows(&load), Some((1, 95)), "its prompt still waits elsewhere");
         load.opened(5, at(60_001));
-        load.told(empty.with(row, 5), 1, at(60_010));
+        load.told(empty.with(work, 5), 1, at(60_010));
         assert_eq!(rows(&load), Some((1, 95)), "its own word");
     }
 
@@ -142,8 +165,34 @@ mod tests {
     fn other_routers_do_alike() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 3, now);
-        load.sent(1, StepWork::default().with_row(10), 5, false, now);
+        load.sent(1, adds(StepWork::default().with_row(10), 5), now);
         assert_eq!(rows(&load), Some((3, -15)));
+    }
+
+    #[test]
+    fn what_is_sent_counts_for_its_class() {
+        let (mut load, now, row) = (Load::default(), Instant::now(), StepWork::default().with_row(10));
+        load.told(Backlog { room: 100, ..Backlog::default() }, 1, now);
+        load.sent(1, adds(row, 5), now);
+        load.sent(2, Adds { class: Class::Batch, ..adds(row.with_prompt(0, 50), 7) }, now);
+        let all = load.now(2, now).unwrap();
+        let seen = all.for_interactive();
+        assert_eq!((all.coming.rows, all.room, all.work.tokens), (2, 88, 50));
+        assert_eq!((seen.coming.rows, seen.room, seen.work.tokens), (1, 95, 0));
+    }
+
+    #[test]
+    fn batch_work_is_worked_on_last() {
+        let (mut load, begun) = (Load::default(), Instant::now());
+        let cost = StepCost { token: 1e-3, ..StepCost::default() };
+        let work = |tokens| StepWork { tokens, ..StepWork::default() };
+        let batch = BatchWork { work: work(60), ..BatchWork::default() };
+        load.told(Backlog { work: work(100), batch, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
+        let at = |ms| {
+            let load = load.now(1, begun + Duration::from_millis(ms)).unwrap();
+            (load.work.tokens, load.for_interactive().work.tokens)
+        };
+        assert_eq!((at(0), at(25), at(75)), ((100, 40), (75, 15), (25, 0)));
     }
 
     #[test]
@@ -156,7 +205,7 @@ mod tests {
         load.told(Backlog { work, cost, step_tokens: 50, ..Backlog::default() }, 1, begun);
         assert_eq!((tokens(&load, 0), tokens(&load, 25), tokens(&load, 200)), (100, 75, 0));
         load.told(Backlog { cost, step_tokens: 50, ..Backlog::default() }, 1, at(200));
-        load.sent(1, work, 0, false, at(300));
+        load.sent(1, adds(work, 0), at(300));
         assert_eq!(tokens(&load, 320), 100, "its stream is not open yet");
         load.opened(1, at(320));
         assert_eq!(tokens(&load, 340), 80);
@@ -172,7 +221,7 @@ mod tests {
     fn no_more_is_kept_than_may() {
         let (mut load, now) = (Load::default(), Instant::now());
         load.told(Backlog::default(), 1, now);
-        (0..2 * MOST).for_each(|at| load.sent(at as u64, StepWork::default().with_row(1), 1, false, now));
+        (0..2 * MOST).for_each(|at| load.sent(at as u64, adds(StepWork::default().with_row(1), 1), now));
         assert_eq!(rows(&load), Some((MOST as u64, -(MOST as i64))));
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_policy::{
     Choice, ChoiceInput, Chosen, Effect, NewRequest, Patience, Prefixes, RequestLimits, Sequence, Taken,
 };
-use baton_types::{FinishReason, SamplingParams, TokenOut};
+use baton_types::{Class, FinishReason, SamplingParams, TokenOut};
 
 use super::streams::{Leg, Stream};
 use crate::Violation;
@@ -67,6 +67,7 @@ impl World {
             deadline: at + Duration::from_micros(client.deadline),
             patience,
             slo: Default::default(),
+            class: Class::of(client.priority),
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);

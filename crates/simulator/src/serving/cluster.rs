@@ -190,6 +190,7 @@ impl<'a> Cluster<'a> {
             tokens: prompt.input,
             most: 1 << 14,
             slo: self.setup.slo,
+            class: Default::default(),
         };
         let Ok(chosen) = router.fleet.place(&ask, &held, clock) else {
             self.outcome.rejected += 1;

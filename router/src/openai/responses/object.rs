@@ -77,6 +77,7 @@ pub(super) fn object(answer: &Answer, status: Status, output: &[Value], usage: O
         "previous_response_id": null,
         "background": false,
         "store": false,
+        "service_tier": answer.tier(),
         "usage": usage.map(usage_object),
     });
     if let (Some(object), Some(Frame(repeated))) = (object.as_object_mut(), &answer.frame) {

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use baton_kv_cache::BlockName;
 use baton_latency::StepWork;
-use baton_types::{BatonError, WorkerId};
+use baton_types::{BatonError, Class, WorkerId};
 
 use super::Fleet;
 use super::roster::{Fit, Worker};
 use crate::kv_index::Holder;
 use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Slo};
 use crate::request::Failure;
+use crate::router::load::Adds;
 use crate::router::outliers::Subject;
 
 /// The request to place.
@@ -31,6 +32,8 @@ pub struct Ask {
     pub most: u32,
     /// When its tokens have to come.
     pub slo: Slo,
+    /// Batch requests wait for all that a worker has to do, interactive ones for other interactive ones alone.
+    pub class: Class,
 }
 
 impl Fleet {
@@ -50,7 +53,9 @@ impl Fleet {
         let held = Held { blocks: ask.names.len(), by: held };
         let answer = (self.answer as u32).min(ask.most);
         let late = self.late.map_or(f64::INFINITY, |from| from.as_secs_f64());
-        let Ask { ref avoid, split, decode, tokens, slo, .. } = *ask;
+        let Ask { ref avoid, split, decode, tokens, mut slo, class, .. } = *ask;
+        // As long as nobody knows how long a prompt takes, nobody misses a deadline for it.
+        slo.deadline = slo.deadline.filter(|_| roster.knows_prompts());
         let input = PlacementInput {
             model,
             split,
@@ -76,7 +81,7 @@ impl Fleet {
             [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_| true)];
         let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
         for (places, fit) in tries {
-            chosen = placement.place(&roster.candidates(places, model, now, fit), &input);
+            chosen = placement.place(&roster.candidates(places, (model, class), now, fit), &input);
             match chosen {
                 Ok(_) => break,
                 // Workers that are lost, or do worse than others, are no faster. But those that were looked at may not be the fastest.
@@ -114,14 +119,14 @@ impl Fleet {
     fn count(&mut self, ask: &Ask, chosen: &Chosen, cached: [u32; 2], answer: u32, now: Instant) {
         let (size, Chosen { placed, number, late, .. }) = (self.block_size().max(1), *chosen);
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
-        let [at_decode, at_prefill] = cached;
+        let ([at_decode, at_prefill], class) = (cached, ask.class);
         if let Some(worker) = placed.prefill.and_then(|id| self.roster.get_mut(id)) {
-            worker.load.sent(number, prompt(at_prefill), 0, false, now);
+            worker.load.sent(number, Adds { work: prompt(at_prefill), class, ..Adds::default() }, now);
         }
         if let Some(worker) = self.roster.get_mut(placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
             let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
-            worker.load.sent(number, own.with_row(ask.tokens.into()), blocks, late, now);
+            worker.load.sent(number, Adds { work: own.with_row(ask.tokens.into()), blocks, class, late }, now);
         }
     }
 }

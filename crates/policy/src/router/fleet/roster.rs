@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
+use baton_latency::Backlog;
 use baton_membership::{Member, Role, View};
-use baton_types::{WorkerId, mix};
+use baton_types::{Class, WorkerId, mix};
 
 use super::Changes;
 use crate::placement::{Candidate, Links};
@@ -65,19 +66,12 @@ impl Worker {
         self.leaving || self.draining
     }
 
-    fn candidate<'a>(&'a self, model: &'a str, now: Instant) -> Candidate<'a> {
-        let Worker { id, role, layout, .. } = *self;
+    fn candidate<'a>(&'a self, model: &'a str, class: Class, now: Instant) -> Candidate<'a> {
+        let Worker { id, role, layout, ref links, .. } = *self;
         let (draining, in_flight) = (self.drains(), self.in_flight());
-        Candidate {
-            id,
-            role,
-            model,
-            layout,
-            draining,
-            in_flight,
-            load: self.load.now(in_flight, now),
-            links: &self.links,
-        }
+        let load = self.load.now(in_flight, now);
+        let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
+        Candidate { id, role, model, layout, draining, in_flight, load, links }
     }
 }
 
@@ -150,15 +144,22 @@ impl Roster {
         Some(some)
     }
 
-    /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them.
+    /// Whether some worker has learned how long prompts take.
+    pub fn knows_prompts(&self) -> bool {
+        self.workers.iter().any(|worker| worker.load.knows_prompts())
+    }
+
+    /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them for a request of this
+    /// class.
     pub fn candidates<'a>(
         &'a self,
         places: Option<&[usize]>,
-        model: &'a str,
+        (model, class): (&'a str, Class),
         now: Instant,
         fit: Fit<'_>,
     ) -> Vec<Candidate<'a>> {
-        let candidate = |worker: &'a Worker| (worker.serves && fit(worker)).then(|| worker.candidate(model, now));
+        let candidate =
+            |worker: &'a Worker| (worker.serves && fit(worker)).then(|| worker.candidate(model, class, now));
         match places {
             Some(places) => places.iter().filter_map(|place| candidate(&self.workers[*place])).collect(),
             None => self.workers.iter().filter_map(candidate).collect(),

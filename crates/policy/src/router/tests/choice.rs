@@ -207,7 +207,11 @@ fn what_the_client_does_ends_it() {
 
 /// All verdicts of a request that goes through these inputs, a millisecond apart.
 fn verdicts(inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outcome)> {
-    let mut scene = Scene::new();
+    verdicts_in(Class::Interactive, inputs)
+}
+
+fn verdicts_in(class: Class, inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outcome)> {
+    let mut scene = Scene::in_class(class, &[1, 2], false, Patience { first_token: 2 * DEADLINE, token: 2 * DEADLINE });
     let mut verdicts = Vec::new();
     for input in inputs {
         scene.now += Duration::from_millis(1);
@@ -229,6 +233,9 @@ fn who_worked_and_who_failed_is_judged() {
     let well = [(Subject::Worker(P1), worked(Some(ms / 64))), (pair, worked(None))];
     let all = through((1..9).map(token).chain([finished()]).collect());
     assert_eq!(all, [well[0], well[1], (Subject::Worker(D1), worked(Some(ms)))]);
+    let batch = begin().into_iter().chain((1..9).map(token)).chain([finished()]);
+    let gave_way = [(Subject::Worker(P1), worked(None)), (pair, worked(None)), (Subject::Worker(D1), worked(None))];
+    assert_eq!(verdicts_in(Class::Batch, batch), gave_way, "its times say nothing of the worker");
     let broken = through(vec![token(1), ChoiceInput::DecodeEnded(answered(ErrorKind::Internal))]);
     assert_eq!(broken, [well[0], well[1], (Subject::Worker(D1), Outcome::Failed)]);
     let corrupt = ChoiceInput::DecodeEnded(answered(ErrorKind::DataLoss));

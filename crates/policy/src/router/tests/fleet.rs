@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use baton_kv_cache::BlockName;
+use baton_latency::{Backlog, BatchWork, StepCost, StepWork};
 use baton_membership::{Member, Role, View};
 
 use super::*;
@@ -52,6 +53,7 @@ fn ask() -> Ask {
         tokens: 100,
         most: 100,
         slo: Slo::default(),
+        class: Class::default(),
     }
 }
 
@@ -355,4 +357,39 @@ fn workers_that_cannot_reach_each_other_work_with_others() {
     fleet.update(view(two_and_two().into_iter().filter(|m| m.id != P1).collect()));
     fleet.update(view(two_and_two()));
     assert_eq!(fleet.place(&pinned(D1), &[], now).unwrap().placed.prefill, Some(P1), "another process");
+}
+
+#[test]
+fn nothing_is_rejected_for_its_deadline_before_anybody_knows_how_long_prompts_take() {
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+    fleet.update(view(vec![member(D1, Role::Decode)]));
+    let work = StepWork { tokens: 1_000_000, ..StepWork::default() };
+    let mut place = |cost, deadline| {
+        let now = Instant::now();
+        fleet.told(D1, Backlog { work, room: 1000, step_tokens: 512, cost, ..Backlog::default() }, 2, now);
+        let slo = Slo { deadline: Some(Duration::from_secs(deadline)), ..Slo::default() };
+        fleet.place(&Ask { slo, ..ask() }, &[], now).map_err(|failure| failure.late)
+    };
+    assert!(place(StepCost::default(), 1).is_ok());
+    let known = StepCost { token: 1e-4, ..StepCost::default() };
+    assert!(place(known, 10).unwrap_err());
+    assert!(place(known, 1000).is_ok());
+}
+
+#[test]
+fn batch_work_is_in_the_way_of_batch_requests_alone() {
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+    fleet.update(view(vec![member(D1, Role::Decode)]));
+    let now = Instant::now();
+    let prompts = |tokens| StepWork { tokens, ..StepWork::default() };
+    let (cost, batch) =
+        (StepCost { token: 1e-3, ..StepCost::default() }, BatchWork { work: prompts(9000), ..BatchWork::default() });
+    let load = Backlog { work: prompts(10_000), room: 1000, step_tokens: 500, cost, batch, ..Backlog::default() };
+    fleet.told(D1, load, 2, now);
+    let mut queue = |class| {
+        let chosen = fleet.place(&Ask { class, ..ask() }, &[], now).unwrap();
+        chosen.why.unwrap().terms.queue
+    };
+    assert!((1.0..2.0).contains(&queue(Class::Interactive)));
+    assert!(queue(Class::Batch) > 9.0);
 }

@@ -7,7 +7,7 @@ mod table;
 
 use std::time::{Duration, Instant};
 
-use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
+use baton_types::{Class, ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::*;
 use crate::placement::Placed;
@@ -95,6 +95,10 @@ impl Scene {
     }
 
     fn of(prompt: &[u32], scored: bool, patience: Patience) -> Scene {
+        Scene::in_class(Class::Interactive, prompt, scored, patience)
+    }
+
+    fn in_class(class: Class, prompt: &[u32], scored: bool, patience: Patience) -> Scene {
         let now = Instant::now();
         let new = NewRequest {
             prompt: prompt.into(),
@@ -106,6 +110,7 @@ impl Scene {
             deadline: now + DEADLINE,
             patience,
             slo: Default::default(),
+            class,
         };
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);
