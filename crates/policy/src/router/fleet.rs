@@ -34,6 +34,8 @@ const PREFIXES: usize = 1 << 16;
 const FIRST_ANSWER: f64 = 200.0;
 /// How fast the expected length of an answer follows.
 const ANSWER_FOLLOWS: f64 = 0.02;
+/// Workers beside which one is judged, where there are more than twice as many.
+const EQUALS: usize = 64;
 /// Tokens of a block, unless a worker is set otherwise.
 const USUAL_BLOCK: u32 = 16;
 
@@ -210,11 +212,7 @@ impl Fleet {
                 let here = [prefill, decode].iter().all(|id| self.roster.get(*id).is_some());
                 here.then(Vec::new)?
             }
-            Subject::Worker(id) => {
-                let role = self.roster.get(id)?.role;
-                let equal = |w: &&Worker| w.role == role && (w.id == id || !(w.lost || w.drains()));
-                self.roster.serving().filter(equal).map(|worker| worker.id).collect()
-            }
+            Subject::Worker(id) => self.roster.equals(id, EQUALS, self.seed.wrapping_add(self.placements))?,
         };
         self.outliers.judge(verdict, &equals, now)
     }

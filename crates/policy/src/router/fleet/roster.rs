@@ -144,6 +144,19 @@ impl Roster {
         Some(some)
     }
 
+    /// A worker, and those that could run its requests as well; `most` of them, from a random place on, where there are more than twice as many.
+    /// `None`: it does not serve the model.
+    pub fn equals(&self, worker: WorkerId, most: usize, turn: u64) -> Option<Vec<WorkerId>> {
+        let role = &self.roles[usize::from(self.get(worker)?.role != Role::Prefill)];
+        let (from, count) = match role.len() <= most.saturating_mul(2) {
+            true => (0, role.len()),
+            false => (mix(turn) as usize % role.len(), most),
+        };
+        let some = role.iter().cycle().skip(from).take(count).map(|place| &self.workers[*place]);
+        let well = some.filter(|other| other.id != worker && !(other.lost || other.drains()));
+        Some(well.map(|other| other.id).chain([worker]).collect())
+    }
+
     /// Whether some worker has learned how long prompts take.
     pub fn knows_prompts(&self) -> bool {
         self.workers.iter().any(|worker| worker.load.knows_prompts())

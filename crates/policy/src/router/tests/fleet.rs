@@ -316,6 +316,23 @@ fn a_worker_that_is_much_slower_than_the_others_is_left_out() {
     }
 }
 
+/// Of many workers, some random ones stand for all.
+#[test]
+fn one_of_many_is_judged_beside_some() {
+    let (now, ids) = (Instant::now(), (1000..1400).map(WorkerId));
+    let pace = |ms| Outcome::Worked(Some(Duration::from_millis(ms)));
+    let mut fleet = fleet(ids.clone().map(|id| member(id, Role::Decode)).collect());
+    ids.clone().for_each(|id| drop(judged(&mut fleet, Subject::Worker(id), pace(10), 20, now)));
+    judged(&mut fleet, Subject::Worker(WorkerId(1399)), pace(70), 30, now);
+    assert!(is_ejected(&fleet, WorkerId(1399)), "slower than the others");
+    for id in ids.clone() {
+        fleet.place(&Ask { decode: Some(id), ..ask() }, &[], now).unwrap();
+        judged(&mut fleet, Subject::Worker(id), Outcome::Failed, 20, now);
+    }
+    let ejected = ids.filter(|id| is_ejected(&fleet, *id)).count();
+    assert!((150..=250).contains(&ejected), "{ejected} of 400 are out, and half may be");
+}
+
 #[test]
 fn one_request_that_waited_makes_no_worker_slow() {
     let (mut fleet, now) = (fleet(two_and_two()), Instant::now());
