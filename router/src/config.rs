@@ -73,8 +73,8 @@ baton_runtime::config! {
         /// A TOML file with the API keys of clients, as hashes, and what each tenant may use; see docs/tenants.md. It is read again when
         /// it changes, and on SIGHUP. Default: no client needs a key.
         keys_file: Option<PathBuf> = None,
-        /// With keys_file: prompt tokens that may wait at each worker that computes prompts. Further requests wait in the router, so that
-        /// tenants take turns. More keeps fast workers busy; less lets other tenants in sooner.
+        /// Prompt tokens that may wait at each worker that computes prompts: of all requests with keys_file, else of batch requests. Further
+        /// requests wait in the router, so that tenants take turns. More keeps fast workers busy; less lets other tenants in sooner.
         fair_window: u32 = 8192,
         /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
         /// Default: none.
@@ -98,7 +98,7 @@ baton_runtime::config! {
         /// With predicted: most tokens that a decode worker computes of a prompt, where that is soonest, while there are prefill workers.
         local_prompt: u32 = 256,
         /// Decode blocks for a prompt that is predicted to wait at least this long at its prefill worker are reserved when its turn is near, so
-        /// that a queue of prompts holds none. 0s: for all prompts, and with any placement.
+        /// that a queue of prompts holds none. 0s: for all prompts, and with any placement (least-loaded counts them from then on only).
         late_reservation: Duration = LATE_RESERVATION,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
         /// it; the error says why, and when to retry. A key or a request may have its own (see docs/placement.md). Default: none is.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use baton_policy::{Slo, TenantLimits};
 use baton_runtime::Shutdown;
 use baton_runtime::config::parse_duration;
-use baton_types::ErrorKind;
+use baton_types::{Class, ErrorKind};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use tokio::signal::unix::Signal;
@@ -241,6 +241,13 @@ impl Entry {
             token: self.time("reject_itl", self.reject_itl.as_deref())?,
             deadline: None,
         };
+        let (lowest, highest) = Class::PRIORITIES;
+        if !(lowest..=highest).contains(&highest_priority) {
+            let name = &self.name;
+            return Err(format!(
+                "{name}: highest_priority: is {highest_priority}; it must be between {lowest} and {highest}"
+            ));
+        }
         let wrong = |problem| format!("{}: class: {problem}", self.name);
         let class = self.class.as_deref().map(str::parse).transpose().map_err(wrong)?.unwrap_or_default();
         Ok(Rights { limits, weight, highest_priority, class, keep_kv, slo })

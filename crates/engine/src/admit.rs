@@ -29,8 +29,10 @@ use baton_types::SeqId;
 use crate::sequence::{Leader, Parked, Phase, Sequence, Turn};
 use crate::{Engine, Event, Order, Start, StepRow, Time};
 
-/// How long a parked sequence may wait after it was due, before those behind it become due in its place, in milliseconds.
+/// How long a parked sequence may wait after it was due, before those behind it become due in its place, in milliseconds: while there is something to
+/// compute, and while there is nothing.
 const DUE_WAIT_MS: u64 = 500;
+const IDLE_WAIT_MS: u64 = 50;
 
 /// What became of a waiting sequence that might start.
 enum Outcome {
@@ -69,15 +71,21 @@ impl Engine {
         }
     }
 
-    /// Says of parked sequences that their turn is near. One that still waits [`DUE_WAIT_MS`] after that counts no longer as computed before
-    /// others: what it lacks may be long in coming.
+    /// Says of parked sequences that their turn is near: that little is left to compute before them, of sequences with an earlier turn. One that
+    /// still waits a while after that counts no longer as computed before others: what it lacks may be long in coming.
     pub(crate) fn announce(&mut self, now: Time, events: &mut Vec<Event>) {
         if self.parked == 0 {
             return;
         }
-        let lacks = |turn: &Turn| self.sequences.get(&turn.seq).map_or(0, |s| u64::from(s.to_prefill()));
-        let mut before: u64 = self.running.iter().map(lacks).sum();
+        let lacks = |sequence: &Sequence| sequence.to_compute().map_or(0, |range| range.len() as u64);
+        let free = |turn: &&Turn| self.sequences.get(&turn.seq).is_some_and(|s| s.parked.is_none() && lacks(s) > 0);
+        let busy = self.running.iter().chain(&self.waiting).any(|turn| free(&turn));
+        let wait = if busy { DUE_WAIT_MS } else { IDLE_WAIT_MS };
+        let (mut before, mut running) = (0, self.running.iter().peekable());
         for turn in &self.waiting {
+            while let Some(earlier) = running.next_if(|earlier| *earlier < turn) {
+                before += self.sequences.get(&earlier.seq).map_or(0, lacks);
+            }
             if before > u64::from(self.config.reserve_ahead) {
                 return;
             }
@@ -90,8 +98,8 @@ impl Engine {
                 Some(Parked { due: Some(due) }) => *due,
                 _ => now,
             };
-            if now < since.after_ms(DUE_WAIT_MS) {
-                before += u64::from(sequence.to_prefill());
+            if now < since.after_ms(wait) {
+                before += lacks(sequence);
             }
         }
     }

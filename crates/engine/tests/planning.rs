@@ -78,14 +78,9 @@ fn a_full_queue_refuses() {
 /// A parked sequence keeps its turn and holds nobody up. Its turn is said to be near when little is left before it.
 #[test]
 fn a_parked_sequence_waits_for_its_owner_and_holds_nobody_up() {
-    let due = |rig: &mut Rig| {
-        let due = |event| if let Event::Due { seq } = event { Some(seq.0) } else { None };
-        rig.events.drain(..).filter_map(due).collect::<Vec<_>>()
-    };
-    let parked = |prompt| NewSequence { parked: true, ..request(Start::ComputeAndHold, prompt, 1) };
     let mut rig = Rig::new(EngineConfig { chunk: 8, pack_tokens: 8, reserve_ahead: 10, ..LIMITS }, 100);
     rig.submit(Start::ComputeAndHold, 24, 1);
-    let seqs: Vec<SeqId> = [6, 6, 6].into_iter().map(|prompt| rig.engine.submit(parked(prompt)).unwrap()).collect();
+    let seqs: Vec<SeqId> = [6, 6, 6].into_iter().map(|prompt| rig.engine.submit(parked(prompt, 0)).unwrap()).collect();
     rig.submit(Start::ComputeAndHold, 5, 1);
     assert_eq!(rig.step(), [(0, 8), (4, 5)], "no parked one, though two would fit");
     assert_eq!(due(&mut rig), []);
@@ -95,9 +90,9 @@ fn a_parked_sequence_waits_for_its_owner_and_holds_nobody_up() {
     assert_eq!(due(&mut rig), [1], "8 were left, and with its own, 14 before the next");
     assert_eq!(rig.step(), []);
     assert_eq!(due(&mut rig), [2], "only 6 are before it; and of the first it was said");
-    rig.now = Time(0).after_ms(499);
+    rig.now = Time(0).after_ms(49);
     assert_eq!((rig.step(), due(&mut rig)), (vec![], vec![]));
-    rig.now = Time(0).after_ms(500);
+    rig.now = Time(0).after_ms(50);
     assert_eq!((rig.step(), due(&mut rig)), (vec![], vec![3]), "what the others wait for may be long in coming");
     rig.engine.unpark(seqs[1]).unwrap();
     assert_eq!(rig.step(), [(2, 6)]);
@@ -108,6 +103,49 @@ fn a_parked_sequence_waits_for_its_owner_and_holds_nobody_up() {
         rig.engine.release(SeqId(held)).unwrap();
     }
     assert!(rig.engine.idle());
+}
+
+fn due(rig: &mut Rig) -> Vec<u64> {
+    let due = |event| if let Event::Due { seq } = event { Some(seq.0) } else { None };
+    rig.events.drain(..).filter_map(due).collect()
+}
+
+fn parked(prompt: u32, priority: i32) -> NewSequence {
+    NewSequence { parked: true, priority, ..request(Start::ComputeAndHold, prompt, 1) }
+}
+
+/// What comes later in turn is not before a parked sequence, however much it is.
+#[test]
+fn a_parked_sequence_is_due_though_later_ones_compute() {
+    let config = EngineConfig { order: Order::Priority, overtakes: 9, chunk: 8, pack_tokens: 8, ..LIMITS };
+    let mut rig = Rig::new(EngineConfig { reserve_ahead: 10, ..config }, 100);
+    for priority in [1, baton_types::Class::Batch.at_workers(0)] {
+        rig.engine.submit(NewSequence { priority, ..request(Start::ComputeAndHold, 60, 1) }).unwrap();
+    }
+    rig.step();
+    let first = rig.engine.submit(parked(6, 0)).unwrap();
+    rig.engine.submit(parked(6, 2)).unwrap();
+    rig.step();
+    assert_eq!(due(&mut rig), [2], "but the last one has 52 tokens of an earlier turn before it");
+    rig.engine.unpark(first).unwrap();
+    assert_eq!(rig.step()[0], (2, 6), "and it is computed first");
+}
+
+/// While there is something else to compute, what was due has time.
+#[test]
+fn those_behind_wait_longer_while_there_is_something_to_compute() {
+    let mut rig = Rig::new(EngineConfig { chunk: 1, pack_tokens: 1, reserve_ahead: 16, ..LIMITS }, 100);
+    rig.submit(Start::ComputeAndHold, 9, 1);
+    for _ in 0..3 {
+        rig.engine.submit(parked(10, 0)).unwrap();
+    }
+    rig.step();
+    assert_eq!(due(&mut rig), [1]);
+    for (ms, want) in [(499, vec![]), (500, vec![2])] {
+        rig.now = Time(0).after_ms(ms);
+        rig.step();
+        assert_eq!(due(&mut rig), want, "after {ms} ms");
+    }
 }
 
 #[test]

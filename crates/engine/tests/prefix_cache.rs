@@ -24,6 +24,20 @@ fn finish(rig: &mut Rig) -> u32 {
     computed
 }
 
+/// Of a parked prompt counts what is to be computed, as far as that is known.
+#[test]
+fn a_parked_prompt_that_is_cached_holds_up_no_other() {
+    let mut rig = Rig::new(EngineConfig { reserve_ahead: 10, ..LIMITS }, 60);
+    let first = rig.engine.submit(sharing(1, Start::ComputeAndHold, 41, 1)).unwrap();
+    rig.steps(2);
+    rig.engine.release(first).unwrap();
+    (0..2).for_each(|_| {
+        rig.engine.submit(NewSequence { parked: true, ..sharing(1, Start::ComputeAndHold, 41, 1) }).unwrap();
+    });
+    rig.step();
+    assert_eq!(rig.events.iter().filter(|event| matches!(event, Event::Due { .. })).count(), 2);
+}
+
 fn cached_of(rig: &Rig, of: SeqId) -> Option<u32> {
     let cached = |event: &Event| match event {
         Event::Token { seq, cached_tokens, .. } | Event::Prefilled { seq, cached_tokens, .. } if *seq == of => {

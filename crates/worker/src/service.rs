@@ -52,8 +52,9 @@ impl WorkerService {
             Some(v1::Link { worker: peer.id, bytes_per_second: path.bytes_per_second? })
         };
         let peers = self.peers.get().map(|peers| peers()).unwrap_or_default();
-        let mut links: Vec<_> = peers.into_iter().filter_map(rate).take(LINKS).collect();
+        let mut links: Vec<_> = peers.into_iter().filter_map(rate).collect();
         links.sort_unstable_by_key(|link| link.worker);
+        links.truncate(LINKS);
         v1::LinksEvent { token_bytes, links }
     }
 

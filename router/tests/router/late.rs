@@ -15,6 +15,7 @@ fn late() -> RouterConfig {
 #[tokio::test]
 async fn no_decode_worker_is_asked_before_the_prompts_turn_is_near() {
     let cluster = Cluster::with(late(), 1, 1, &["hello"]).await;
+    cluster.world.due.send_replace(false);
     let body = json!({"prompt": "hi", "max_tokens": 8});
     let answer = async {
         let (status, answer) = cluster.ask(TEXT, &body).await;
@@ -34,6 +35,7 @@ async fn no_decode_worker_is_asked_before_the_prompts_turn_is_near() {
 #[tokio::test]
 async fn a_prompt_that_waits_is_dropped_with_its_client() {
     let cluster = Cluster::with(late(), 1, 1, &["hello"]).await;
+    cluster.world.due.send_replace(false);
     let body = json!({"prompt": "hi", "max_tokens": 8});
     tokio::select! {
         _ = cluster.ask(TEXT, &body) => panic!("its turn does not come"),
@@ -46,7 +48,6 @@ async fn a_prompt_that_waits_is_dropped_with_its_client() {
 #[tokio::test]
 async fn the_request_goes_on_elsewhere_when_the_worker_where_it_waits_fails() {
     let cluster = Cluster::with(late(), 2, 1, &["hello"]).await;
-    cluster.world.due.send_replace(true);
     cluster.worker(0).prefill_will([Prefill::Refuse(tonic::Status::unavailable("no"))]);
     cluster.worker(1).prefill_will([Prefill::Refuse(tonic::Status::unavailable("no"))]);
     let (status, answer) = cluster.ask(TEXT, &json!({"prompt": "hi", "max_tokens": 8})).await;

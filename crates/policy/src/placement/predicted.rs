@@ -195,7 +195,8 @@ impl<'a> Outlook<'a> {
     fn split(&self, decode: &Outlook<'_>, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
         // Blocks that are reserved late come free while the prompt waits.
-        let room = if queue >= request.late { (answer.room - queue).max(0.0) } else { answer.room };
+        let meanwhile = if queue >= request.late && answer.room < FULL { queue } else { 0.0 };
+        let room = (answer.room - meanwhile).max(0.0);
         // Layers travel while others are computed.
         let travels = self.worker.links.token(decode.worker.id) * f64::from(decode.missing(request));
         let handoff = answer.handoff.max(travels - compute);

@@ -383,3 +383,20 @@ fn kv_takes_the_link_that_is_fast_enough() {
     assert_eq!(decodes(&rates([1e9; 3])), BTreeSet::from([11, 12, 13]), "the handoff is hidden by what is computed");
     assert_eq!(decodes(&Links::new(1 << 17, [(WorkerId(11), 5e7)].into_iter())).len(), 3, "others may be as slow");
 }
+
+/// A wait of which nothing says when it ends is none for a deadline, reserved late or not.
+#[test]
+fn a_wait_for_blocks_that_nobody_knows_misses_no_deadline() {
+    let cost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
+    let load = |work, room| Backlog { work, room, step_tokens: 512, cost, ..Backlog::default() };
+    let queued = StepWork { tokens: 1000, ..StepWork::default() };
+    let view = [
+        Candidate { load: Some(load(queued, 1000)), ..worker(1, Role::Prefill) },
+        Candidate { load: Some(load(StepWork::default(), 0)), ..worker(11, Role::Decode) },
+    ];
+    let slo = Slo { deadline: Some(Duration::from_secs(60)), ..ASK.slo };
+    for late in [0.0, f64::INFINITY] {
+        let chosen = Predicted::new(0).place(&view, &PlacementInput { late, slo, ..ASK }).unwrap();
+        assert!(chosen.why.is_some_and(|why| why.terms.room >= 600.0 && why.terms.queue > 0.1), "{chosen:?}");
+    }
+}

@@ -233,7 +233,7 @@ impl RequestMachine {
         self.prefill_open = false;
         match self.state {
             State::Transferring { decode, prefill } => self.state = State::Decoding { decode, prefill: Some(prefill) },
-            State::Prefilling { .. } => {
+            State::Prefilling { .. } | State::Queued { .. } => {
                 let wrong = "the prefill worker ended without its token";
                 self.prefill_failed(Failure::new(ErrorKind::Internal, wrong), out);
             }

@@ -217,6 +217,8 @@ pub struct Choice {
     /// When the workers were chosen, and when the prefill stream was opened.
     placed_at: Instant,
     prefill_opened: Instant,
+    /// When the prefill worker said that the prompt's turn is near: what it waits for from then on is not its own doing.
+    due: Option<Instant>,
     /// When the last token was given to the client.
     emitted_at: Instant,
     /// When a stream was opened, a message came, or the client took a token, whichever was last.
@@ -247,6 +249,7 @@ impl Choice {
             pace: DecodePace::default(),
             placed_at: now,
             prefill_opened: now,
+            due: None,
             emitted_at: now,
             progress: now,
             said: Vec::new(),
@@ -365,7 +368,8 @@ impl Choice {
                     self.judge(Subject::Worker(prefill), Outcome::Worked(Some(time)));
                 }
                 PrefillWord::Transferred => self.judge(Subject::Pair { prefill, decode }, Outcome::Worked(None)),
-                PrefillWord::Scored(_) | PrefillWord::Due => {}
+                PrefillWord::Due => self.due = Some(now),
+                PrefillWord::Scored(_) => {}
             }
         }
         match word {
@@ -479,10 +483,12 @@ impl Choice {
             Action::QueuePrefill { worker } => {
                 self.tokens = self.sequence_so_far();
                 (self.prefill, self.prefill_opened, self.progress) = (true, now, now);
+                self.due = None;
                 self.todo.push_back(Effect::OpenPrefill { worker, target: None, sequence: self.sequence(now) });
             }
             Action::SendTarget => {
                 self.progress = now;
+                self.prefill_opened += self.due.take().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
                 self.todo.push_back(Effect::SendTarget(self.target.clone()));
             }
             Action::Emit(token) => {

@@ -97,7 +97,7 @@ impl World {
             answers: answers.iter().map(ids).collect(),
             done: watch::Sender::default(),
             queued: watch::Sender::new(0),
-            due: watch::Sender::new(false),
+            due: watch::Sender::new(true),
             decoded: watch::Sender::new(0),
             next_target: Mutex::new(0),
         })

@@ -159,7 +159,7 @@ impl Roster {
 
     /// Whether some worker has learned how long prompts take.
     pub fn knows_prompts(&self) -> bool {
-        self.workers.iter().any(|worker| worker.load.knows_prompts())
+        self.serving().any(|worker| worker.load.knows_prompts())
     }
 
     /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them for a request of this
