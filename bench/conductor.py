@@ -90,15 +90,16 @@ def predict(options):
         raise SystemExit(f"{told.count(None)} of {count} requests failed; the errors are above")
     measured = told[options.requests:]
     routes = {"split": sum(bool(one["prefill"]) for one in measured), "local": sum(not one["prefill"] for one in measured)}
-    pairs = {field: [(one["predicted"][field], one["measured"][field]) for one in measured if one["measured"][field]]
-             for field in ("first_token_s", "token_s")}
-    errors = {field: [abs(a - b) / b for a, b in pair] for field, pair in pairs.items()}
-    times = {field: [b for _, b in pair] for field, pair in pairs.items()}
     print(f"{options.model}, {options.requests} requests after {options.requests}, {options.rate} a second; {routes}")
     for field, meaning in (("first_token_s", "time to the first token"), ("token_s", "from token to token")):
-        share, at = errors[field], times[field]
-        quarters = statistics.quantiles(share, n=4)
-        print(f"  {meaning}: median {statistics.median(at) * 1e3:.1f} ms; error: median {quarters[1]:.1%}, quarters {quarters[0]:.1%} and {quarters[2]:.1%}")
+        for route, of in (("all", measured), ("split", [one for one in measured if one["prefill"]]), ("local", [one for one in measured if not one["prefill"]])):
+            pairs = [(one["predicted"][field], one["measured"][field]) for one in of if one["measured"][field]]
+            if len(pairs) < 2:
+                continue
+            low, error, high = statistics.quantiles([abs(a - b) / b for a, b in pairs], n=4)
+            ratio, at = statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs)
+            print(f"  {meaning}, {route}: median {at * 1e3:.1f} ms; error: median {error:.1%}, quarters {low:.1%} and {high:.1%}; "
+                  f"predicted / measured: median {ratio:.2f}")
 
 
 def oracle(requests):
