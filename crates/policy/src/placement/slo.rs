@@ -16,7 +16,7 @@ pub struct Slo {
     /// Each further token after the one before it, in the mean.
     pub token: Option<Duration>,
     /// The whole answer: what is left until its deadline. How long the answer will be nobody knows, so it is missed only where the first token
-    /// would come later. And only where the wait for blocks is known, which [`FULL`] is not.
+    /// would come later. And only where the wait for blocks is known, which one of 600 s is not.
     pub deadline: Option<Duration>,
 }
 

@@ -24,7 +24,7 @@ pub struct Ask {
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
     pub avoid: Vec<WorkerId>,
-    /// Names of the prompt's blocks ([`Prefixes::names`]).
+    /// Names of the prompt's blocks ([`crate::Prefixes::names`]).
     pub names: Arc<[BlockName]>,
     /// Tokens of the prompt, and of the answer so far.
     pub tokens: u32,
