@@ -326,6 +326,16 @@ mod tests {
     }
 
     #[test]
+    fn a_priority_that_no_request_may_have_is_refused_by_name() {
+        let with = |highest: i64| {
+            keys(&format!("[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']\nhighest_priority = {highest}")).err()
+        };
+        let error = with(2_000_000_000).unwrap();
+        assert!(error.contains("highest_priority: is 2000000000; it must be between -536870912 and"), "{error}");
+        assert_eq!(with(-536_870_912), None);
+    }
+
+    #[test]
     fn a_key_leads_to_its_tenant() {
         let ring = ring(&format!(
             "[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']\n[[tenants]]\nname = 'b'\nsha256 = ['{}']",

@@ -16,8 +16,8 @@ use crate::{EngineError, SwapConfig};
 /// Turns age. A sequence ages once [`EngineConfig::overtakes`] sequences that were submitted later have started while
 /// it waited or computed its prompt. From then on its turn is before all turns that have not aged. So **at most that
 /// many sequences of its class that were submitted later start before a sequence**. More can start only while it is parked
-/// ([`crate::NewSequence::parked`]), or waits for another sequence to compute a prefix they share; if that one has a later turn, the wait takes at most as many steps as the sequence has
-/// tokens.
+/// ([`crate::NewSequence::parked`]), or waits for another sequence to compute a prefix they share; if that one has a
+/// later turn, the wait takes at most as many steps as the sequence has tokens.
 ///
 /// A turn ages only once, and one order decides everything, so two sequences can never keep taking each other's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::support::{Cluster, bytes, config};
+use crate::support::{Cluster, FakeWorker, bytes, config};
 use baton_cluster::Role;
 use baton_policy::BlockName;
 use baton_proto::v1::inference_client::InferenceClient;
@@ -108,6 +108,20 @@ fn gives(rows: u64) -> Vec<Event> {
     vec![Event::Load(LoadEvent { rows, context, room, step_tokens: 512, cost, ..LoadEvent::default() })]
 }
 
+/// Asks until none of these workers is asked any more: once the router has read what they say.
+async fn leave_out(cluster: &Cluster, others: [&FakeWorker; 2]) {
+    let asked = || others.iter().map(|worker| worker.asked().len()).sum::<usize>();
+    let asking = async {
+        let mut in_a_row = 0;
+        while in_a_row < 5 {
+            let before = asked();
+            cluster.complete(json!({"prompt": ONE, "cache_salt": in_a_row.to_string()})).await;
+            in_a_row = if asked() == before { in_a_row + 1 } else { 0 };
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), asking).await.expect("prompts go to the one that is left");
+}
+
 #[tokio::test]
 async fn a_prompt_goes_where_there_is_least_to_do() {
     let mut cluster = Cluster::with(predicted(), 0, 0, &[ANSWER]).await;
@@ -120,17 +134,8 @@ async fn a_prompt_goes_where_there_is_least_to_do() {
     for worker in &workers {
         worker.was_followed(1).await;
     }
-    // Until the router has read what they say.
-    let others = || workers[0].asked().len() + workers[2].asked().len();
-    let asking = async {
-        let mut in_a_row = 0;
-        while in_a_row < 5 {
-            let before = others();
-            cluster.complete(json!({"prompt": ONE, "cache_salt": in_a_row.to_string()})).await;
-            in_a_row = if others() == before { in_a_row + 1 } else { 0 };
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), asking).await.expect("prompts go to the worker with fewest answers");
+    // To the worker with fewest answers.
+    leave_out(&cluster, [&workers[0], &workers[2]]).await;
     cluster.stop().await;
 }
 
@@ -158,17 +163,7 @@ async fn a_prompt_does_not_go_where_its_kv_would_be_late() {
     for worker in decodes.iter().chain([&prefill]) {
         worker.was_followed(1).await;
     }
-    // Until the router has read what they say.
-    let others = || decodes[0].asked().len() + decodes[2].asked().len();
-    let asking = async {
-        let mut in_a_row = 0;
-        while in_a_row < 5 {
-            let before = others();
-            cluster.complete(json!({"prompt": ONE, "cache_salt": in_a_row.to_string()})).await;
-            in_a_row = if others() == before { in_a_row + 1 } else { 0 };
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), asking).await.expect("prompts go where KV travels fast");
+    leave_out(&cluster, [&decodes[0], &decodes[2]]).await;
     cluster.stop().await;
 }
 

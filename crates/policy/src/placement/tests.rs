@@ -400,3 +400,23 @@ fn a_wait_for_blocks_that_nobody_knows_misses_no_deadline() {
         assert!(chosen.why.is_some_and(|why| why.terms.room >= 600.0 && why.terms.queue > 0.1), "{chosen:?}");
     }
 }
+
+#[test]
+fn blocks_that_are_reserved_late_come_free_while_the_prompt_waits() {
+    let cost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
+    let load = |work, room| Backlog { work, room, step_tokens: 512, cost, ..Backlog::default() };
+    let view = [
+        Candidate {
+            load: Some(load(StepWork { tokens: 300, ..StepWork::default() }, 1000)),
+            ..worker(1, Role::Prefill)
+        },
+        Candidate {
+            load: Some(load(StepWork { rows: 9, context: 1600, ..StepWork::default() }, 0)),
+            ..worker(11, Role::Decode)
+        },
+    ];
+    let terms = |late| Predicted::new(0).place(&view, &PlacementInput { late, ..ASK }).unwrap().why.unwrap().terms;
+    let (early, late) = (terms(f64::INFINITY), terms(0.0));
+    assert!(early.room > early.queue && early.queue > 0.03, "{early:?}");
+    assert!((early.room - late.room - late.queue).abs() < 1e-9, "{late:?}");
+}

@@ -148,6 +148,27 @@ fn decode_blocks_are_asked_for_when_the_prompts_turn_is_near() {
     assert_eq!(started, [Effect::DropPrefill]);
 }
 
+/// A prefill worker is not slow because a decode worker has no blocks.
+#[test]
+fn what_a_prompt_waits_for_after_its_turn_came_is_not_its_prefill_workers_doing() {
+    let mut scene = Scene::after([late(D1, P1)]);
+    for input in [due(), reserved(), first(0)] {
+        scene.now += DEADLINE / 4;
+        let effects = scene.step(input);
+        let worked = effects.iter().find_map(|effect| match effect {
+            Effect::Judge(Verdict { on: Subject::Worker(P1), outcome: Outcome::Worked(Some(time)), .. }) => Some(*time),
+            _ => None,
+        });
+        if let Some(time) = worked {
+            // In the queue, and computing: half of the deadline for two tokens.
+            let each = crate::router::pace::of_prompt(DEADLINE / 2, 2, 0);
+            assert_eq!(time, each);
+            return;
+        }
+    }
+    panic!("it was not judged");
+}
+
 #[test]
 fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
     let mut scene = Scene::after([local(D1), token(0)]);

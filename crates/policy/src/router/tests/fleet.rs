@@ -377,6 +377,25 @@ fn workers_that_cannot_reach_each_other_work_with_others() {
 }
 
 #[test]
+fn decode_blocks_are_reserved_late_where_the_prompt_has_to_wait() {
+    let (now, cost) = (Instant::now(), StepCost { token: 1e-3, ..StepCost::default() });
+    let late = |member: Member, from: Option<u64>, decode: Option<WorkerId>| {
+        let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+        fleet.update(view(vec![member, self::member(D1, Role::Decode)]));
+        fleet.reserve_late(from.map(Duration::from_millis));
+        // Half a second of them.
+        let work = StepWork { tokens: 500, ..StepWork::default() };
+        fleet.told(P1, Backlog { work, room: 1000, step_tokens: 512, cost, ..Backlog::default() }, 2, now);
+        fleet.place(&Ask { decode, ..ask() }, &[], now).unwrap().late
+    };
+    let prefill = || member(P1, Role::Prefill);
+    let old = Member { late_targets: false, ..prefill() };
+    assert_eq!([Some(400), Some(900), None].map(|from| late(prefill(), from, None)), [true, false, false]);
+    assert!(!late(old, Some(0), None), "a worker of an older version");
+    assert!(!late(prefill(), Some(0), Some(D1)), "it has its decode worker already");
+}
+
+#[test]
 fn nothing_is_rejected_for_its_deadline_before_anybody_knows_how_long_prompts_take() {
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
     fleet.update(view(vec![member(D1, Role::Decode)]));
