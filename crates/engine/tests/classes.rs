@@ -68,6 +68,19 @@ fn an_interactive_sequence_takes_the_place_of_a_batch_one() {
     assert!(rig.engine.idle());
 }
 
+/// One that may not start yet takes nothing.
+#[test]
+fn nobody_gives_way_to_a_parked_sequence() {
+    let mut rig = Rig::new(EngineConfig { max_running: 1, ..LIMITS }, 100);
+    let one = batch(&mut rig, 4, 9);
+    rig.step();
+    let parked = NewSequence { parked: true, ..request(Start::Compute, 6, 2) };
+    let parked = rig.engine.submit(parked).unwrap();
+    assert_eq!((rig.step(), rig.engine.preemptions()), (vec![(one.0, 1)], 0));
+    rig.engine.unpark(parked).unwrap();
+    assert_eq!((rig.step(), rig.engine.preemptions()), (vec![(parked.0, 6)], 1));
+}
+
 #[test]
 fn several_interactive_sequences_take_as_many_places_at_once() {
     let mut rig = Rig::new(EngineConfig { max_running: 2, ..LIMITS }, 100);
