@@ -2,6 +2,9 @@
 //!
 //! The transfer engine reads a sequence's blocks until its handoff has ended. So the blocks are released when the
 //! handoff reports its end. After an abort they are quarantined until the handoff has gone quiet (I3).
+//!
+//! A request may come before it is known where its KV goes. Then it is parked in the engine, and its stream says when its turn is near
+//! ([`Answer::Due`]); nothing of it is computed before its target is here.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
