@@ -325,7 +325,7 @@ impl Engine {
                 let advances = other.last_step == self.steps && sequence.waited < sequence.len();
                 !other.sealed && tables.indexed() && (earlier || advances)
             }
-            Phase::Receiving(lent) => sequence.start == Start::Receive && lent.indexed() && earlier,
+            Phase::Receiving(lent) => (sequence.start == Start::Receive || other.exchange) && lent.indexed() && earlier,
             Phase::Waiting | Phase::Held(_) => false,
         }
     }
@@ -341,10 +341,12 @@ impl Engine {
         }
         let size = self.pools.block_size();
         let mut best = (hit, None);
-        // A sequence that computes its missing tokens here does not wait for a handoff.
-        let received = self.receiving.iter().filter(|_| start == Start::Receive);
-        for turn in self.running.iter().chain(received) {
+        for turn in self.running.iter().chain(&self.receiving) {
             let Some(other) = self.sequences.get(&turn.seq) else { continue };
+            // A sequence that computes its missing tokens here does not wait for a handoff.
+            if matches!(other.phase, Phase::Receiving(_)) && !other.exchange && start != Start::Receive {
+                continue;
+            }
             if !self.leads(other, sequence) || other.prefix.is_none_or(|theirs| theirs.seed != prefix.seed) {
                 continue;
             }
@@ -353,6 +355,8 @@ impl Engine {
             let blocks = partition(ours.len().min(theirs.len()), |at| ours[at] == theirs[at]) as u32;
             let next = (blocks * size) as usize;
             let pairs = sequence.tokens[next..].iter().zip(&other.tokens[next..]).take(size as usize);
+            // Of what is fetched, only whole blocks come.
+            let pairs = pairs.take(if other.exchange { 0 } else { size as usize });
             let common = pairs.take_while(|(ours, theirs)| ours == theirs).count() as u32;
             let shared = (blocks * size + common).min(sequence.len() - 1);
             let until = match &other.phase {

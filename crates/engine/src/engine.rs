@@ -110,8 +110,7 @@ impl Engine {
         if waiting >= self.config.max_waiting.saturating_add(free) {
             return Err(EngineError::QueueFull { waiting, limit: self.config.max_waiting });
         }
-        let seq = SeqId(self.next_seq);
-        self.next_seq += 1;
+        let seq = self.take_id();
         if let Some(deadline) = new.deadline {
             self.earliest_deadline = Some(self.earliest_deadline.map_or(deadline, |known| known.min(deadline)));
         }
@@ -128,6 +127,12 @@ impl Engine {
         self.parked += u32::from(sequence.parked.is_some());
         self.sequences.insert(seq, sequence);
         Ok(seq)
+    }
+
+    pub(crate) fn take_id(&mut self) -> SeqId {
+        let seq = SeqId(self.next_seq);
+        self.next_seq += 1;
+        seq
     }
 
     /// The tags of a new sequence of this class with this many tokens. What a tenant has waiting of batch work holds up nothing else of it.
@@ -155,12 +160,12 @@ impl Engine {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         let (index, expected) = (first.index, sequence.next_index());
         match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
-            Phase::Receiving(lent) if index == expected => match self.pools.accept(lent) {
+            Phase::Receiving(lent) if index == expected && !sequence.exchange => match self.pools.accept(lent) {
                 Ok(tables) => sequence.phase = Phase::Running(tables),
                 Err(error) => return Err(self.defect.get_or_insert(error).clone().into()),
             },
             other => {
-                let lent = matches!(other, Phase::Receiving(_));
+                let lent = matches!(other, Phase::Receiving(_)) && !sequence.exchange;
                 let state = other.name();
                 sequence.phase = other;
                 return Err(if lent {
@@ -308,7 +313,7 @@ impl Engine {
     /// Class and tokens of each sequence that waits for its KV, or for blocks for it.
     pub fn arriving(&self) -> impl Iterator<Item = (Class, u32)> {
         let waiting = self.waiting.iter().chain(&self.receiving).filter_map(|turn| self.sequences.get(&turn.seq));
-        waiting.filter(|s| s.start == Start::Receive).map(|s| (s.turn.class(), s.len()))
+        waiting.filter(|s| s.start == Start::Receive && !s.exchange).map(|s| (s.turn.class(), s.len()))
     }
 
     /// Blocks that no sequence owns, less those that waiting sequences will take: what is left for others. Below 0 where there are not enough

@@ -91,6 +91,26 @@ pub enum EngineError {
         /// The index that was due.
         expected: u32,
     },
+    /// Nothing is to be fetched.
+    #[error("all {tokens} tokens are in the prefix cache already, or this worker keeps no prefixes")]
+    Here {
+        /// Tokens of the prefix.
+        tokens: u32,
+    },
+    /// A prefix cannot be fetched now.
+    #[error("there are no blocks for {tokens} tokens of a prefix now; compute them instead")]
+    NoRoom {
+        /// Tokens that are not here.
+        tokens: u32,
+    },
+    /// A prefix cannot be served.
+    #[error("{here} of {tokens} tokens of a prefix are in the cache; compute them instead")]
+    NotHere {
+        /// Tokens asked for.
+        tokens: u32,
+        /// Tokens that are here.
+        here: u32,
+    },
     /// Block accounting failed.
     #[error(transparent)]
     Kv(#[from] KvError),
@@ -108,8 +128,10 @@ impl BatonError for EngineError {
             | EngineError::ExceedsPool { .. }
             | EngineError::AlreadyComplete { .. } => ErrorKind::InvalidArgument,
             EngineError::Sampling(error) => error.kind(),
-            EngineError::QueueFull { .. } => ErrorKind::ResourceExhausted,
-            EngineError::UnknownSequence(_) => ErrorKind::NotFound,
+            EngineError::QueueFull { .. } | EngineError::NoRoom { .. } => ErrorKind::ResourceExhausted,
+            EngineError::UnknownSequence(_) | EngineError::Here { .. } | EngineError::NotHere { .. } => {
+                ErrorKind::NotFound
+            }
             EngineError::FirstToken { .. } => ErrorKind::DataLoss,
             EngineError::Kv(error) => error.kind(),
             EngineError::WrongState { .. } | EngineError::Inconsistent(_) => ErrorKind::Internal,

@@ -30,6 +30,7 @@ pub mod conformance;
 mod engine;
 mod error;
 mod event;
+mod exchange;
 #[cfg(feature = "testing")]
 pub mod fake;
 #[cfg(feature = "testing")]
@@ -47,6 +48,7 @@ pub use config::{EngineConfig, Order};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
+pub use exchange::Exchange;
 #[cfg(feature = "testing")]
 pub use holdings::{BlockAccount, Hold, Holding};
 pub use saturation::Saturation;

@@ -153,6 +153,8 @@ pub(crate) struct Sequence {
     /// How many sequences submitted later, with an earlier turn, have started while it waited or computed its prompt.
     pub overtaken: u32,
     pub parked: Option<Parked>,
+    /// It only owns blocks that move from one worker's prefix cache to another's ([`crate::Exchange`]).
+    pub exchange: bool,
 }
 
 /// A sequence that waits to be told that it may start.
@@ -227,6 +229,7 @@ impl Sequence {
             waited: 0,
             overtaken: 0,
             parked: parked.then_some(Parked { due: None }),
+            exchange: false,
         }
     }
 

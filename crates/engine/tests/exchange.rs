@@ -1,0 +1,143 @@
+//! Prefixes that move from one worker's prefix cache to another's.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod rig;
+
+use baton_engine::{EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Prefix, SequenceError, Start, Time};
+use baton_types::{PoolGeometry, RequestId, SeqId};
+use rig::{LIMITS, Rig, layout, request};
+
+fn prefix() -> Prefix {
+    Prefix { seed: 7, ..Prefix::default() }
+}
+
+fn sharing(start: Start, prompt: u32, max_tokens: u32) -> NewSequence {
+    NewSequence { prefix: Some(prefix()), ..request(start, prompt, max_tokens) }
+}
+
+/// Of a prompt of this many tokens.
+fn exchange(prompt: u32) -> Exchange {
+    let request_id = RequestId("r".into());
+    Exchange { request_id, tokens: (0..prompt).collect(), prefix: prefix(), deadline: Time(0).after_ms(100) }
+}
+
+/// A worker whose prefix cache has this prompt's blocks.
+fn holder(prompt: u32) -> Rig {
+    let mut rig = Rig::new(LIMITS, 60);
+    let seq = rig.engine.submit(sharing(Start::ComputeAndHold, prompt, 1)).unwrap();
+    while rig.engine.held() == 0 {
+        rig.step();
+    }
+    rig.engine.release(seq).unwrap();
+    rig
+}
+
+fn fetch(rig: &mut Rig, prompt: u32) -> Result<SeqId, EngineError> {
+    rig.engine.fetch(exchange(prompt), &mut rig.events)
+}
+
+/// What the transfer does: writes the blocks that one worker serves into those that the other lends.
+fn write(from: &Rig, serves: SeqId, to: &mut Rig, fetches: SeqId) {
+    let (theirs, ours) = (PoolGeometry::uniform(layout(), 60), PoolGeometry::uniform(layout(), 60));
+    let first = to.engine.lent_from(fetches).unwrap() as usize;
+    for group in 0..theirs.layout.groups.len() {
+        let sources = from.engine.tables(serves).unwrap()[group].blocks();
+        let targets = to.engine.tables(fetches).unwrap()[group].blocks();
+        assert_eq!(sources.len(), targets.len());
+        for (source, target) in sources.iter().zip(targets).skip(first).filter(|(_, target)| **target != HOLE) {
+            for layer in 0..theirs.layout.groups[group].layers.len() {
+                let bytes = from.model.memory()[theirs.block_range(group, layer, *source)].to_vec();
+                to.model.memory_mut()[ours.block_range(group, layer, *target)].copy_from_slice(&bytes);
+            }
+        }
+    }
+}
+
+/// I1: the prompt waits for the fetch, computes what is left, and is answered as if it had computed all.
+#[test]
+fn a_prompt_waits_for_its_fetched_prefix_and_computes_the_rest() {
+    let mut from = holder(30);
+    let mut to = Rig::new(LIMITS, 60);
+    let alone = {
+        let mut rig = Rig::new(LIMITS, 60);
+        let seq = rig.engine.submit(sharing(Start::Compute, 40, 5)).unwrap();
+        rig.steps(10);
+        rig.tokens_of(seq)
+    };
+    let fetches = fetch(&mut to, 30).unwrap();
+    let prompt = to.engine.submit(sharing(Start::Compute, 40, 5)).unwrap();
+    assert_eq!(
+        (to.step(), to.engine.waiting(), to.blocks()),
+        (vec![], 1, (0, 7, 0)),
+        "28 of 30 tokens are whole blocks"
+    );
+    assert_eq!(to.engine.arriving().count(), 0, "no answer follows from a fetch");
+    let serves = from.engine.serve(exchange(30)).unwrap();
+    assert_eq!((from.engine.held(), from.blocks()), (1, (7, 0, 0)));
+    write(&from, serves, &mut to, fetches);
+    from.engine.release(serves).unwrap();
+    assert_eq!(to.engine.fetched(fetches), Ok(28));
+    assert_eq!(to.step(), [(prompt.0, 12)]);
+    to.steps(5);
+    assert_eq!(to.tokens_of(prompt), alone);
+    assert!(to.engine.idle() && from.engine.idle(), "I6");
+}
+
+/// I3, I5: a fetch that fails costs no more than its time, and its blocks go to nobody before they are fenced.
+#[test]
+fn a_prompt_whose_fetch_fails_is_computed() {
+    let mut to = Rig::new(LIMITS, 60);
+    let fetches = fetch(&mut to, 30).unwrap();
+    let prompt = to.engine.submit(sharing(Start::Compute, 30, 1)).unwrap();
+    assert_eq!(to.step(), []);
+    to.now = Time(0).after_ms(100);
+    assert_eq!(to.step(), [(prompt.0, 30)]);
+    let failed = |event: &Event| {
+        let Event::Failed { seq, error: SequenceError::Deadline { .. }, quarantined, .. } = event else { return false };
+        *seq == fetches && *quarantined
+    };
+    assert!(to.events.iter().any(failed), "{:?}", to.events);
+    assert_eq!(to.blocks(), (0, 0, 7));
+    to.engine.clear_quarantine(fetches).unwrap();
+    assert!(to.engine.idle());
+}
+
+#[test]
+fn only_what_is_missing_is_lent() {
+    let mut to = holder(13);
+    let fetches = fetch(&mut to, 30).unwrap();
+    assert_eq!((to.engine.lent_from(fetches), to.blocks()), (Some(3), (3, 4, 0)));
+    let Some(Event::Reserved { cached_tokens: 12, .. }) = to.events.last() else { panic!("{:?}", to.events) };
+    to.engine.abort(fetches, false).unwrap();
+    assert_eq!(to.engine.serve(exchange(30)), Err(EngineError::NotHere { tokens: 28, here: 12 }));
+}
+
+#[test]
+fn nothing_is_fetched_that_is_here_or_has_no_room() {
+    let mut to = holder(30);
+    assert_eq!(fetch(&mut to, 30), Err(EngineError::Here { tokens: 28 }));
+    assert_eq!(fetch(&mut to, 4), Err(EngineError::Here { tokens: 0 }), "a block, but no token after it");
+    assert_eq!(to.engine.serve(exchange(4)), Err(EngineError::NotHere { tokens: 0, here: 0 }));
+    let mut full = Rig::new(LIMITS, 10);
+    full.submit(Start::Compute, 16, 20);
+    full.step();
+    assert_eq!(fetch(&mut full, 30), Err(EngineError::NoRoom { tokens: 28 }), "one block is spared for what runs");
+    assert!(fetch(&mut full, 21).is_ok());
+    let mut busy = Rig::new(EngineConfig { max_running: 1, ..LIMITS }, 60);
+    busy.submit(Start::Compute, 16, 20);
+    busy.step();
+    assert_eq!(fetch(&mut busy, 30), Err(EngineError::NoRoom { tokens: 28 }));
+}
+
+/// I2: fetched KV is of no use for an answer, and a handoff's none for the cache, whatever the caller mistakes.
+#[test]
+fn a_fetch_and_a_handoff_are_not_confused() {
+    let mut to = Rig::new(LIMITS, 60);
+    let fetches = fetch(&mut to, 30).unwrap();
+    let refused = to.engine.kv_arrived(fetches, &rig::first(0), &mut to.events);
+    assert!(matches!(refused, Err(EngineError::WrongState { .. })), "{refused:?}");
+    let receives = to.engine.submit(request(Start::Receive, 8, 2)).unwrap();
+    to.step();
+    assert!(matches!(to.engine.fetched(receives), Err(EngineError::WrongState { .. })));
+    assert_eq!(to.blocks().1, 7 + 2, "both go on");
+}
