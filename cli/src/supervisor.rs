@@ -360,5 +360,6 @@ fn member(address: SocketAddr, tls: Option<&Tls>) -> Member {
         context_tokens: 0,
         draining: false,
         late_targets: false,
+        exchanges: 0,
     }
 }

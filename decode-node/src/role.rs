@@ -2,20 +2,22 @@
 //!
 //! `baton_roles::decode` decides; this file does what it says.
 
+use std::sync::Arc;
+
 use baton_engine::NewSequence;
 use baton_roles::decode::{Answer, Command, Effect};
 use baton_roles::{Decode, Write};
 use baton_runtime::metrics as names;
-use baton_transfer::{Receiver, ReceiverEvent, ReceiverStats, TransferError, Wanted};
+use baton_transfer::{ReceiverEvent, TransferError, Wanted};
 use baton_types::SeqId;
-use baton_worker::{Accepted, Shell, Streams, count_failure};
-use metrics::{counter, gauge};
+use baton_worker::{Accepted, KvEnds, Shell, Streams, count_failure};
+use metrics::counter;
 use tokio::sync::mpsc;
 
 /// The answers to one request. Bounded by the request itself: at most `max_tokens` tokens and a few other items.
 pub(crate) type Stream = mpsc::UnboundedSender<Answer>;
 
-/// Messages from the service and the receiver.
+/// Messages from the service.
 pub(crate) enum Message {
     Generate {
         new: Box<NewSequence>,
@@ -24,27 +26,16 @@ pub(crate) enum Message {
     },
     /// The request's stream was dropped.
     Cancel(SeqId),
-    Received(ReceiverEvent),
 }
 
 pub(crate) struct DecodeShell {
-    receiver: Receiver,
+    ends: Arc<KvEnds>,
     streams: Streams<Answer, Message>,
-    /// Verification failures that the metric has counted already.
-    verify_failures: u64,
 }
 
 impl DecodeShell {
-    pub(crate) fn new(receiver: Receiver) -> DecodeShell {
-        DecodeShell { receiver, streams: Streams::default(), verify_failures: 0 }
-    }
-
-    /// Updates the metrics of what the receiver counts by itself.
-    fn count(&mut self) {
-        let ReceiverStats { verify_failures, sessions, .. } = self.receiver.stats();
-        counter!(names::VERIFY_FAILURES).increment(verify_failures - self.verify_failures);
-        gauge!(names::TRANSFER_SESSIONS).set(sessions as f64);
-        self.verify_failures = verify_failures;
+    pub(crate) fn new(ends: Arc<KvEnds>) -> DecodeShell {
+        DecodeShell { ends, streams: Streams::default() }
     }
 }
 
@@ -61,11 +52,11 @@ impl Shell for DecodeShell {
                 self.streams.forget(seq);
                 Command::Cancel(seq)
             }
-            Message::Received(event) => {
-                self.count();
-                Command::Received(event)
-            }
         }
+    }
+
+    fn received(&mut self, event: ReceiverEvent) -> Option<Command> {
+        Some(Command::Received(event))
     }
 
     fn perform(&mut self, effect: Effect) -> Option<Command> {
@@ -75,12 +66,13 @@ impl Shell for DecodeShell {
                 let is_last = answer.is_last();
                 self.streams.say(seq, answer, is_last);
             }
-            Effect::Lend { epoch, tokens, first, blocks, lease, .. } => {
-                let wanted = Wanted { tokens, first: &first, blocks: &blocks };
-                return Some(Command::Lent { epoch, outcome: self.receiver.reserve(epoch, &wanted, lease) });
+            Effect::Lend(loan) => {
+                let wanted = Wanted { tokens: loan.tokens, first: &loan.first, blocks: &loan.blocks };
+                let outcome = self.ends.receiver.reserve(loan.epoch, &wanted, loan.lease);
+                return Some(Command::Lent { epoch: loan.epoch, outcome });
             }
-            Effect::Fence(epoch) => return Some(Command::FenceBegun { epoch, state: self.receiver.fence(epoch) }),
-            Effect::Release(epoch) => self.receiver.release(epoch),
+            Effect::Fence(epoch) => return Some(Command::FenceBegun { epoch, state: self.ends.receiver.fence(epoch) }),
+            Effect::Release(epoch) => self.ends.receiver.release(epoch),
             Effect::Arrived { transport, bytes } => {
                 counter!(names::TRANSFER_RECEIVED_BYTES, "transport" => transport.as_str()).increment(bytes);
             }

@@ -1,14 +1,13 @@
 //! The gRPC service `Decode.Generate`.
 
+use std::sync::Arc;
+
 use baton_cluster::Role;
 use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_roles::Decode;
 use baton_roles::decode::Answer;
-use baton_transfer::{Receiver, ReceiverOptions, TransportChoice};
-use baton_worker::{
-    Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, scored, stream_status,
-};
+use baton_worker::{Commands, EngineHandle, Events, KvEnds, Node, NodeRole, Wire, WorkerError, scored, stream_status};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -27,35 +26,15 @@ impl NodeRole for DecodeNode {
         Decode::new(node.config.kv_lease, node.vocab)
     }
 
-    fn shell(node: &Node, commands: Commands<Message>) -> Result<DecodeShell, WorkerError> {
-        let options = ReceiverOptions {
-            worker: node.id,
-            tcp: node.config.transfer,
-            advertise: node.config.advertise.clone(),
-            geometry: node.geometry.clone(),
-            pool: node.pool.clone(),
-            ucx: node.config.ucx(),
-            tls: node.transfer_tls(),
-            sockets: node.config.transfer_sockets.clone(),
-            cpus: node.config.transfer_cpus.0.clone(),
-            limits: node.config.transfer_limits(),
-            verify: true,
-        };
-        let on_event = Box::new(move |event| {
-            // The engine thread outlives the receiver, except at the very end, when nobody needs the events.
-            let _ = commands.send(Message::Received(event));
-        });
-        let receiver = Receiver::bind(options, on_event)?;
-        if node.config.transport.0 == TransportChoice::Ucx {
-            receiver.prepare_ucx()?;
-        }
-        Ok(DecodeShell::new(receiver))
+    fn shell(node: &Node, _: Commands<Message>, ends: &Arc<KvEnds>) -> Result<DecodeShell, WorkerError> {
+        ends.prepare(node)?;
+        Ok(DecodeShell::new(Arc::clone(ends)))
     }
 
     fn routes(
         node: Node,
         engine: EngineHandle<Message>,
-        _: WorkerService,
+        _: Arc<KvEnds>,
         routes: &mut RoutesBuilder,
     ) -> Result<&'static str, WorkerError> {
         routes.add_service(decode_server::DecodeServer::new(DecodeNode { node, engine }));

@@ -52,6 +52,7 @@ pub(crate) fn registry_seeds() -> Vec<Vec<u8>> {
         context_tokens: 128,
         draining: false,
         late_targets: true,
+        exchanges: 9,
     };
     let (one, other) = (member(1, Role::Prefill), member(2, Role::Supervisor));
     let register = v1::RegisterRequest { member: Some(member_to_proto(one.clone())), ttl_ms: 5_000 };

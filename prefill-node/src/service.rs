@@ -8,14 +8,11 @@ use baton_engine::Start;
 use baton_proto::v1::{self, prefill_event::Event as Sent, prefill_server};
 use baton_roles::Prefill;
 use baton_roles::prefill::{Answer, check_target};
-use baton_runtime::metrics as names;
-use baton_transfer::{Handoff, PathReport, Sender, SenderOptions, TransferError, TransportKind};
-use baton_types::{BatonError, ErrorKind, KvLayout, WorkerId};
+use baton_transfer::Handoff;
+use baton_types::{BatonError, ErrorKind, KvLayout};
 use baton_worker::{
-    Commands, EngineHandle, Events, Node, NodeRole, Wire, WorkerError, WorkerService, kv_converter, scored,
-    stream_status,
+    Commands, EngineHandle, Events, KvEnds, Node, NodeRole, Wire, WorkerError, scored, stream_status, transferred,
 };
-use metrics::counter;
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -24,7 +21,7 @@ use crate::role::{Message, PrefillShell};
 pub(crate) struct PrefillNode {
     node: Node,
     engine: EngineHandle<Message>,
-    sender: Arc<Sender>,
+    ends: Arc<KvEnds>,
 }
 
 impl NodeRole for PrefillNode {
@@ -35,61 +32,19 @@ impl NodeRole for PrefillNode {
         Prefill::new(node.geometry.layout.clone().into())
     }
 
-    fn shell(_: &Node, commands: Commands<Message>) -> Result<PrefillShell, WorkerError> {
+    fn shell(_: &Node, commands: Commands<Message>, _: &Arc<KvEnds>) -> Result<PrefillShell, WorkerError> {
         Ok(PrefillShell::new(commands))
     }
 
     fn routes(
         node: Node,
         engine: EngineHandle<Message>,
-        worker: WorkerService,
+        ends: Arc<KvEnds>,
         routes: &mut RoutesBuilder,
     ) -> Result<&'static str, WorkerError> {
-        let sender = Arc::new(Sender::new(SenderOptions {
-            worker: node.id,
-            geometry: node.geometry.clone(),
-            pool: node.pool.clone(),
-            transport: node.config.transport.0,
-            ucx: node.config.ucx(),
-            tls: node.transfer_tls(),
-            tcp_connections: node.config.tcp_connections,
-            sockets: node.config.transfer_sockets.clone(),
-            cpus: node.config.transfer_cpus.0.clone(),
-            limits: node.config.transfer_limits(),
-            convert: Some(kv_converter()),
-            verify: true,
-            on_trouble,
-        })?);
-        let paths = sender.clone();
-        worker.report_peers(move || paths.paths().into_iter().map(peer).collect());
-        routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, sender }));
+        routes.add_service(prefill_server::PrefillServer::new(PrefillNode { node, engine, ends }));
         Ok(<prefill_server::PrefillServer<PrefillNode> as tonic::server::NamedService>::NAME)
     }
-}
-
-/// Counts changed frames and failed paths. It does not count changed blocks: the decode worker finds and counts those.
-fn on_trouble(transport: TransportKind, error: &TransferError) {
-    match error {
-        TransferError::Corrupt { .. } => counter!(names::VERIFY_FAILURES).increment(1),
-        TransferError::Verify { .. } => {}
-        _ => {
-            let labels = [("transport", transport.as_str()), ("cause", error.cause())];
-            counter!(names::TRANSFER_PATH_FAILURES, &labels).increment(1);
-        }
-    }
-}
-
-fn peer((worker, paths): (WorkerId, Vec<PathReport>)) -> v1::Peer {
-    let path = |path: PathReport| v1::Path {
-        transport: path.transport.as_str().to_owned(),
-        in_use: path.in_use,
-        connections: path.connections as u32,
-        handoffs: path.handoffs,
-        failures: path.failures,
-        bytes_per_second: path.bytes_per_second,
-        unused: path.unused.unwrap_or_default(),
-    };
-    v1::Peer { id: worker.0, paths: paths.into_iter().map(path).collect() }
 }
 
 #[tonic::async_trait]
@@ -108,7 +63,7 @@ impl prefill_server::Prefill for PrefillNode {
         let deadline = Instant::now() + left;
         let new = self.node.new_sequence(sequence, Start::ComputeAndHold).await?;
         let tokens = new.tokens.len();
-        let aim = Aim { sender: self.sender.clone(), layout: self.node.geometry.layout.clone(), tokens, deadline };
+        let aim = Aim { ends: self.ends.clone(), layout: self.node.geometry.layout.clone(), tokens, deadline };
         let handoff = if target_follows { None } else { Some(aim.open(&target).map_err(status)?) };
         let events = Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Run {
             new: Box::new(new),
@@ -136,7 +91,7 @@ impl prefill_server::Prefill for PrefillNode {
 
 /// What is needed to open a request's handoff once its target is known.
 struct Aim {
-    sender: Arc<Sender>,
+    ends: Arc<KvEnds>,
     layout: KvLayout,
     /// Tokens of the sequence.
     tokens: usize,
@@ -146,7 +101,7 @@ struct Aim {
 impl Aim {
     /// Opens the handoff into a target, which the router passed on (I8).
     fn open(&self, target: &[u8]) -> Result<Handoff, (ErrorKind, String)> {
-        let handoff = self.sender.open(target, self.deadline).map_err(|e| (e.kind(), e.to_string()))?;
+        let handoff = self.ends.sender.open(target, self.deadline).map_err(|e| (e.kind(), e.to_string()))?;
         let (tokens, first, counts) = (handoff.tokens(), handoff.first_blocks(), handoff.block_counts());
         check_target(&self.layout, tokens, first, counts, self.tokens).map_err(|e| (e.kind(), e.to_string()))?;
         Ok(handoff)
@@ -170,10 +125,7 @@ impl Wire for PrefillNode {
                 let finish = finish.map(|reason| v1::FinishReason::from(reason).into());
                 Sent::FirstToken(v1::FirstToken { token: Some(token.into()), finish, cached_tokens })
             }
-            Answer::Transferred(stats) => {
-                let transport = stats.transport.as_str().to_owned();
-                Sent::Transferred(v1::Transferred { bytes: stats.bytes, seconds: stats.seconds, transport })
-            }
+            Answer::Transferred(stats) => Sent::Transferred(transferred(&stats)),
             Answer::Failed(kind, message) => return Err(stream_status(kind, message)),
         };
         Ok((v1::PrefillEvent { event: Some(event) }, last))

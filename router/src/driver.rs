@@ -7,12 +7,12 @@ use std::future::pending;
 use std::sync::Arc;
 
 use baton_policy::{
-    BlockName, Choice, ChoiceInput, DecodeWord, Effect, NewRequest, Patience, PrefillWord, RequestLimits, Sequence,
-    Slo, Taken,
+    BlockName, Choice, ChoiceInput, DecodeWord, Effect, Fetch, NewRequest, Patience, PrefillWord, RequestLimits,
+    Sequence, Slo, Taken,
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
-use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut};
+use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut, WorkerId};
 use futures::StreamExt;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
@@ -23,7 +23,7 @@ use crate::gate::{InLine, Turn};
 use crate::sink::Sink;
 use crate::standing::Standing;
 use crate::waits::{Alarm, Dormant};
-use crate::worker::{Leg, Word, Workers, open_decode, open_prefill};
+use crate::worker::{FetchBegins, Leg, Word, Workers, allowed, open_decode, open_prefill};
 
 /// One choice to run.
 pub(crate) struct Job {
@@ -61,6 +61,8 @@ pub(crate) struct Driver {
     target: Option<oneshot::Sender<Vec<u8>>>,
     alarm: Alarm,
     forecast: Forecast,
+    /// What the worker that computes takes from another one first.
+    fetch: Option<(WorkerId, FetchBegins)>,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
 }
@@ -77,7 +79,19 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None, target: None, alarm, forecast, broken_off }
+        Driver {
+            job,
+            workers,
+            shutdown,
+            sink,
+            decode: None,
+            prefill: None,
+            target: None,
+            alarm,
+            forecast,
+            fetch: None,
+            broken_off,
+        }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -172,6 +186,8 @@ impl Driver {
             Effect::Place(ask) => {
                 let outcome = self.workers.place(&ask, &self.job.request_id);
                 self.forecast.placed(&outcome);
+                let fetch = outcome.chosen.as_ref().ok().and_then(|chosen| chosen.fetch);
+                self.fetch = fetch.and_then(|fetch| Some((fetch.to, self.fetch(&fetch)?)));
                 return Some(ChoiceInput::from(outcome.chosen));
             }
             Effect::OpenDecode { worker, local, sequence } => {
@@ -179,14 +195,16 @@ impl Driver {
                 self.forecast.opens(worker);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, compute_here: local };
-                self.decode = Some(open_decode(self.workers.link(worker), request));
+                let fetch = if local { self.fetch_to(worker) } else { None };
+                self.decode = Some(open_decode(self.workers.link(worker), request, fetch));
             }
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
                 let (target_follows, target) = (target.is_none(), target.unwrap_or_default());
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target, target_follows };
-                let (prefill, follows) = open_prefill(self.workers.link(worker), request);
+                let fetch = self.fetch_to(worker);
+                let (prefill, follows) = open_prefill(self.workers.link(worker), request, fetch);
                 (self.prefill, self.target) = (Some(prefill), follows);
             }
             Effect::SendTarget(target) => {
@@ -206,6 +224,29 @@ impl Driver {
             Effect::Finish { .. } | Effect::Fail(_) => {}
         }
         None
+    }
+
+    fn fetch(&self, fetch: &Fetch) -> Option<FetchBegins> {
+        let Job { request_id, prompt, standing, .. } = &self.job;
+        // One token after the last block: what follows is of no matter.
+        let tokens = prompt.get(..fetch.tokens as usize + 1)?.to_vec();
+        let left = self.job.deadline.saturating_duration_since(Instant::now());
+        self.workers.fetch(
+            fetch,
+            v1::Prefix {
+                request_id: request_id.0.clone(),
+                tokens,
+                cache_salt: standing.cache_salt.clone(),
+                cache_keep_seconds: standing.cache_keep_seconds,
+                priority: standing.class.at_workers(standing.priority),
+                deadline_ms: allowed(fetch, left),
+            },
+        )
+    }
+
+    /// The fetch of this worker, if it has one that nothing has waited for yet.
+    fn fetch_to(&mut self, worker: WorkerId) -> Option<FetchBegins> {
+        self.fetch.take_if(|(to, _)| *to == worker).map(|(_, begins)| begins)
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use baton_policy::{Chosen, Failure, Placed, Terms, Why};
+use baton_policy::{Chosen, Failure, Fetch, Placed, Terms, Why};
 use baton_types::RequestId;
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -85,6 +85,9 @@ impl Placement {
         };
         let mut told = workers(chosen.placed);
         told["reserves"] = json!(if chosen.late { "late" } else { "at once" });
+        if let Some(Fetch { from, tokens, seconds, .. }) = chosen.fetch {
+            told["fetches"] = json!({"from": from.to_string(), "tokens": tokens, "seconds": round(seconds)});
+        }
         if let Some(Why { terms, next, considered }) = chosen.why {
             told["predicted"] = predicted(&terms);
             told["options"] = json!(considered);
@@ -133,7 +136,13 @@ mod tests {
     fn chosen(worker: u64) -> Chosen {
         let terms = Terms { queue: 0.5, first_token: 0.5, ..Terms::default() };
         let placed = Placed { decode: WorkerId(worker), prefill: None };
-        Chosen { placed, why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }), number: 1, late: false }
+        Chosen {
+            placed,
+            why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }),
+            number: 1,
+            late: false,
+            fetch: None,
+        }
     }
 
     #[test]

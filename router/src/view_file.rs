@@ -108,6 +108,7 @@ mod tests {
             context_tokens: 0,
             draining: false,
             late_targets: false,
+            exchanges: 0,
         }
     }
 

@@ -31,7 +31,7 @@ use stdout::{Addresses, Stdout};
 
 pub use certificates::{connect, learn, operator};
 pub use options::ClusterOptions;
-pub use worker::{Worker, status, status_of, wait_all_free};
+pub use worker::{Worker, exchange_with, status, status_of, wait_all_free};
 
 /// What nothing here takes longer than; only a hang does.
 pub const HANG: Duration = Duration::from_secs(120);

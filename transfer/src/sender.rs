@@ -145,7 +145,8 @@ impl Sender {
             queue = self.queue_to(&target)?;
             queue.begin(writes.core().clone())?;
         }
-        Ok(Handoff { config: self.config.clone(), queue, writes, ended: false })
+        let converts = target.layout.dtype != layout.dtype;
+        Ok(Handoff { config: self.config.clone(), queue, writes, converts, ended: false })
     }
 
     /// The queue of the session to a worker. A session that has ended is replaced. Its thread may still be telling the worker so, and
@@ -214,6 +215,7 @@ pub struct Handoff {
     config: Arc<SenderConfig>,
     queue: Arc<Queue>,
     writes: Writes,
+    converts: bool,
     ended: bool,
 }
 
@@ -242,6 +244,11 @@ impl Handoff {
     /// Blocks the reservation holds, per group.
     pub fn block_counts(&self) -> &[u32] {
         &self.writes.core().counts
+    }
+
+    /// Whether KV changes its type on the way.
+    pub fn converts(&self) -> bool {
+        self.converts
     }
 
     /// Tells which transport carries it, or will.

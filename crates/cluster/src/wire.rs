@@ -25,6 +25,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
         context_tokens: m.context_tokens,
         draining: m.draining,
         late_targets: m.late_targets,
+        exchanges: m.exchanges,
     }
 }
 
@@ -56,6 +57,7 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
         context_tokens: m.context_tokens,
         draining: m.draining,
         late_targets: m.late_targets,
+        exchanges: m.exchanges,
     };
     member.validate()?;
     Ok(member)
@@ -71,7 +73,7 @@ mod tests {
     #[test]
     fn members_survive_the_wire() {
         for role in [Role::Prefill, Role::Decode, Role::Supervisor] {
-            let original = Member { role, draining: true, late_targets: true, ..member(u64::MAX) };
+            let original = Member { role, draining: true, late_targets: true, exchanges: 5, ..member(u64::MAX) };
             assert_eq!(member_from_proto(member_to_proto(original.clone())), Ok(original));
         }
         let unknown = v1::Member { role: 9, ..member_to_proto(member(1)) };
@@ -92,6 +94,7 @@ mod tests {
             context_tokens: u32::MAX,
             draining: true,
             late_targets: true,
+            exchanges: 3,
             ..member_to_proto(member(u64::MAX))
         };
         let view =

@@ -69,6 +69,8 @@ pub struct Member {
     /// A prefill worker that takes prompts whose target follows later. Workers of older versions do not.
     #[serde(default)]
     pub late_targets: bool,
+    /// Fingerprint of its KV layout with the element type: workers with equal ones exchange prefixes. 0: it exchanges none.
+    pub exchanges: u64,
 }
 
 impl Member {

@@ -20,5 +20,6 @@ pub fn member(id: u64) -> Member {
         context_tokens: 8192,
         draining: false,
         late_targets: false,
+        exchanges: 0,
     }
 }

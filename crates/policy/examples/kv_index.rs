@@ -106,6 +106,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         context_tokens: 0,
         draining: false,
         late_targets: false,
+        exchanges: 0,
     };
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)), 0);
     fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));

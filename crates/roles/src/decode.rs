@@ -14,11 +14,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use baton_engine::{Aborted, BlockTable, Engine, Event, HOLE, NewSequence};
+use baton_engine::{Aborted, Engine, Event, NewSequence};
 use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransportKind};
-use baton_types::{BatonError, BlockId, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
+use baton_types::{BatonError, Epoch, ErrorKind, FinishReason, SeqId, TokenOut};
 
 use crate::first_token::parse_first_token;
+use crate::loans::{Loan, Loans};
 use crate::scored::in_messages;
 use crate::submit::{Desk, Refused, Ticket, clear};
 use crate::worker::RoleCore;
@@ -91,20 +92,7 @@ pub enum Effect {
     /// Send this down the sequence's stream.
     Say(SeqId, Answer),
     /// Lend blocks to whoever presents the target that is made from this. Answered by [`Command::Lent`].
-    Lend {
-        /// The sequence whose blocks these are.
-        seq: SeqId,
-        /// A new epoch, never used before.
-        epoch: Epoch,
-        /// Tokens of the sequence.
-        tokens: u32,
-        /// Per group: index in the sequence of the first block that travels.
-        first: Vec<u32>,
-        /// Per group: the blocks, in token order.
-        blocks: Vec<Vec<BlockId>>,
-        /// How long they are lent at most.
-        lease: Duration,
-    },
+    Lend(Loan),
     /// The blocks of a verified reservation belong to the engine again: end its lease.
     Release(Epoch),
     /// Take a reservation back. Answered by [`Command::FenceBegun`].
@@ -149,18 +137,13 @@ pub struct Decode {
     /// Token ids are below this.
     vocab: u32,
     open: BTreeMap<SeqId, Open>,
-    /// Reservations that are neither verified nor given up.
-    epochs: BTreeMap<Epoch, SeqId>,
-    /// Reservations that are given up and not fenced yet.
-    fencing: BTreeMap<Epoch, SeqId>,
-    next_epoch: u64,
+    loans: Loans,
 }
 
 impl Decode {
     /// Lends blocks for `lease` at most, for a model whose token ids are below `vocab`.
     pub fn new(lease: Duration, vocab: u32) -> Decode {
-        let (open, epochs, fencing) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Decode { lease, vocab, open, epochs, fencing, next_epoch: 1 }
+        Decode { lease, vocab, open: BTreeMap::new(), loans: Loans::of_answers() }
     }
 
     /// Requests with a stream.
@@ -170,7 +153,7 @@ impl Decode {
 
     /// How many epochs a peer may write under, and how many are being fenced.
     pub fn epochs(&self) -> (usize, usize) {
-        (self.epochs.len(), self.fencing.len())
+        self.loans.counts()
     }
 
     #[cfg(test)]
@@ -185,20 +168,9 @@ impl Decode {
             give_up(engine, seq, false);
             return;
         };
-        let tables = engine.tables(seq).unwrap_or_default();
-        // I3: the blocks before these are shared with others, and nobody is told to write to them.
-        let from = engine.lent_from(seq).unwrap_or(0);
-        // Blocks that the next token does not see do not travel.
-        let here =
-            |blocks: &[BlockId]| -> Vec<BlockId> { blocks.iter().copied().filter(|block| *block != HOLE).collect() };
-        let lent = |t: &BlockTable| here(t.blocks().get(from as usize..).unwrap_or_default());
-        let blocks: Vec<Vec<BlockId>> = tables.iter().map(lent).collect();
-        let tokens = tables.first().map_or(0, |t| t.tokens());
-        let (epoch, lease) = (Epoch(self.next_epoch), self.lease);
-        self.next_epoch += 1;
-        open.stage = Stage::Lending(epoch);
-        self.epochs.insert(epoch, seq);
-        out.push(Effect::Lend { seq, epoch, tokens, first: vec![from; blocks.len()], blocks, lease });
+        let loan = self.loans.lend(engine, seq, self.lease);
+        open.stage = Stage::Lending(loan.epoch);
+        out.push(Effect::Lend(loan));
     }
 
     fn lent(
@@ -209,7 +181,7 @@ impl Decode {
         out: &mut Vec<Effect>,
     ) {
         // Given up meanwhile. Its fence was asked for after this lending, so the fence covers it.
-        let Some(&seq) = self.epochs.get(&epoch) else { return };
+        let Some(seq) = self.loans.get(epoch) else { return };
         match outcome {
             Ok(target) => {
                 if let Some(open) = self.open.get_mut(&seq) {
@@ -218,7 +190,7 @@ impl Decode {
                 out.push(Effect::Say(seq, Answer::Reserved(target)));
             }
             Err(error) => {
-                self.epochs.remove(&epoch);
+                self.loans.end(epoch);
                 // Nobody was told where to write.
                 give_up(engine, seq, false);
                 self.finish(seq, failed(&error), out);
@@ -237,17 +209,13 @@ impl Decode {
                 self.handoff_failed(desk.engine, epoch, &error, out);
                 out.push(Effect::HandoffFailed { transport, error });
             }
-            ReceiverEvent::Fenced { epoch } => {
-                if let Some(seq) = self.fencing.remove(&epoch) {
-                    clear(desk.engine, seq);
-                }
-            }
+            ReceiverEvent::Fenced { epoch } => self.loans.fenced(desk.engine, epoch),
         }
     }
 
     fn verified(&mut self, desk: Desk<'_>, epoch: Epoch, tail: &[u8], out: &mut Vec<Effect>) {
         // Given up meanwhile: the fence has cleared it.
-        let Some(seq) = self.epochs.remove(&epoch) else { return };
+        let Some(seq) = self.loans.end(epoch) else { return };
         out.push(Effect::Release(epoch));
         if let Some(open) = self.open.get_mut(&seq) {
             open.stage = Stage::Running;
@@ -266,30 +234,21 @@ impl Decode {
     }
 
     fn handoff_failed(&mut self, engine: &mut Engine, epoch: Epoch, error: &TransferError, out: &mut Vec<Effect>) {
-        let Some(seq) = self.epochs.remove(&epoch) else { return };
+        let Some(seq) = self.loans.end(epoch) else { return };
         match error.is_withdrawal() {
             true => tracing::debug!(%seq, %epoch, %error, "handoff withdrawn"),
             false => tracing::warn!(%seq, %epoch, %error, "handoff failed"),
         }
         if give_up(engine, seq, true) == Some(Aborted::Quarantined) {
-            self.fencing.insert(epoch, seq);
+            self.loans.give_up(epoch, seq);
         }
         self.finish(seq, failed(error), out);
     }
 
     /// Fences a reservation whose blocks are already quarantined (I3).
     fn fence(&mut self, seq: SeqId, epoch: Epoch, out: &mut Vec<Effect>) {
-        self.epochs.remove(&epoch);
-        self.fencing.insert(epoch, seq);
+        self.loans.give_up(epoch, seq);
         out.push(Effect::Fence(epoch));
-    }
-
-    fn fence_begun(&mut self, engine: &mut Engine, epoch: Epoch, state: FenceState) {
-        if state == FenceState::Clear
-            && let Some(seq) = self.fencing.remove(&epoch)
-        {
-            clear(engine, seq);
-        }
     }
 
     fn cancel(&mut self, engine: &mut Engine, seq: SeqId, out: &mut Vec<Effect>) {
@@ -343,7 +302,7 @@ impl RoleCore for Decode {
             }
             Command::Cancel(seq) => self.cancel(desk.engine, seq, out),
             Command::Lent { epoch, outcome } => self.lent(desk.engine, epoch, outcome, out),
-            Command::FenceBegun { epoch, state } => self.fence_begun(desk.engine, epoch, state),
+            Command::FenceBegun { epoch, state } => self.loans.fence_begun(desk.engine, epoch, state),
             Command::Received(event) => self.received(desk, event, out),
         }
     }

@@ -21,9 +21,11 @@
 
 pub mod decode;
 mod drain;
+pub mod exchange;
 mod first_token;
 mod launch;
 mod load;
+mod loans;
 pub mod prefill;
 mod rate;
 mod scored;
@@ -35,9 +37,11 @@ mod worker;
 
 pub use decode::Decode;
 pub use drain::{Drain, DrainEffect, DrainInput};
+pub use exchange::Exchange;
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
 pub use launch::{Outgoing, StepLaunch, Write};
 pub use load::{Load, backlog, work};
+pub use loans::Loan;
 pub use prefill::Prefill;
 pub use scored::MOST_SCORED;
 pub use submit::{Desk, Refused, Ticket};

@@ -264,7 +264,7 @@ fn quieten(seq: SeqId, open: Open, quarantined: bool, out: &mut Vec<Effect>) {
 
 /// The blocks of `range` that the sequence still needs after its last token, each with its index in a reservation that
 /// begins with block `first` of the sequence.
-fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u32) -> Vec<(BlockId, u32)> {
+pub(crate) fn pairs_of(table: &BlockTable, range: Range<usize>, live: LiveBlocks, first: u32) -> Vec<(BlockId, u32)> {
     range.filter_map(|at| Some((*table.blocks().get(at)?, live.place(first, at as u32)?))).collect()
 }
 

@@ -13,6 +13,12 @@ pub enum Refused {
     /// It takes no new requests.
     #[error("the worker is draining; place the request elsewhere")]
     Draining,
+    /// As many prefixes move already as may at a time.
+    #[error("{begun} prefixes move already; compute this one instead")]
+    Exchanges {
+        /// How many.
+        begun: usize,
+    },
     /// It can never compute this, or its queue is full.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -22,6 +28,7 @@ impl BatonError for Refused {
     fn kind(&self) -> ErrorKind {
         match self {
             Refused::Draining => ErrorKind::Unavailable,
+            Refused::Exchanges { .. } => ErrorKind::ResourceExhausted,
             Refused::Engine(error) => error.kind(),
         }
     }

@@ -13,6 +13,7 @@ use baton_handoff::TransferError;
 use baton_latency::{Backlog, StepModel};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
+use crate::exchange::{self, Exchange};
 use crate::launch::{Outgoing, StepLaunch};
 use crate::load::{Load, Recent, backlog, work};
 use crate::rate::PrefillRate;
@@ -45,6 +46,8 @@ pub trait RoleCore {
 pub enum Input<C> {
     /// A command to its role.
     Command(C),
+    /// A command about prefixes that move between workers.
+    Exchange(exchange::Command),
     /// From now on it takes no new requests.
     Drain,
     /// The worker may begin the next step.
@@ -70,6 +73,8 @@ pub enum Input<C> {
 pub enum Effect<E> {
     /// An effect of its role.
     Role(E),
+    /// An effect of prefixes that move between workers.
+    Exchange(exchange::Effect),
     /// Launch this step.
     Launch(StepLaunch),
     /// Wait for the oldest step that was launched and not collected.
@@ -129,6 +134,7 @@ struct StepInFlight {
 pub struct WorkerCore<R: RoleCore> {
     engine: Engine,
     role: R,
+    exchange: Exchange,
     layout: Arc<KvLayout>,
     /// Most steps in flight.
     depth: usize,
@@ -146,15 +152,17 @@ pub struct WorkerCore<R: RoleCore> {
     waits: bool,
     events: Vec<Event>,
     role_effects: Vec<R::Effect>,
+    exchange_effects: Vec<exchange::Effect>,
     todo: Todo<Effect<R::Effect>>,
 }
 
 impl<R: RoleCore> WorkerCore<R> {
-    /// An idle worker. `overlaps`: the model takes a second step while it computes one ([`baton_engine::ModelRunner::overlaps`]).
-    pub fn new(engine: Engine, role: R, layout: Arc<KvLayout>, overlaps: bool) -> Self {
+    /// An idle worker that lends blocks to peers for `lease` at most. `overlaps`: the model takes a second step while it computes one ([`baton_engine::ModelRunner::overlaps`]).
+    pub fn new(engine: Engine, role: R, layout: Arc<KvLayout>, lease: Duration, overlaps: bool) -> Self {
         WorkerCore {
             engine,
             role,
+            exchange: Exchange::new(lease),
             layout,
             depth: if overlaps { 2 } else { 1 },
             in_flight: VecDeque::new(),
@@ -167,6 +175,7 @@ impl<R: RoleCore> WorkerCore<R> {
             waits: false,
             events: Vec::new(),
             role_effects: Vec::new(),
+            exchange_effects: Vec::new(),
             todo: Todo::new(),
         }
     }
@@ -190,6 +199,11 @@ impl<R: RoleCore> WorkerCore<R> {
             Input::Command(command) => {
                 let WorkerCore { engine, role, events, role_effects, draining, .. } = self;
                 role.command(Desk { engine, events, draining: *draining }, command, role_effects);
+                self.deliver(out);
+            }
+            Input::Exchange(command) => {
+                let WorkerCore { engine, exchange, layout, events, exchange_effects, draining, .. } = self;
+                exchange.command(Desk { engine, events, draining: *draining }, layout, command, exchange_effects);
                 self.deliver(out);
             }
             Input::Drain => self.draining = true,
@@ -228,6 +242,11 @@ impl<R: RoleCore> WorkerCore<R> {
     /// Passes on, in order, which blocks entered and left the prefix cache since the last call.
     pub fn take_cache_changes(&mut self) -> impl Iterator<Item = Cached> {
         self.engine.take_cache_changes()
+    }
+
+    /// Prefixes that move between workers, to look at.
+    pub fn exchange(&self) -> &Exchange {
+        &self.exchange
     }
 
     /// The role, to look at.
@@ -349,8 +368,13 @@ impl<R: RoleCore> WorkerCore<R> {
     /// Has the role handle the engine's events, and passes on the role's effects.
     fn deliver(&mut self, out: &mut Vec<Effect<R::Effect>>) {
         for event in self.events.drain(..) {
-            self.role.event(&mut self.engine, event, &mut self.role_effects);
+            if self.exchange.owns(event.seq()) {
+                self.exchange.event(&mut self.engine, event, &mut self.exchange_effects);
+            } else {
+                self.role.event(&mut self.engine, event, &mut self.role_effects);
+            }
         }
+        out.extend(self.exchange_effects.drain(..).map(Effect::Exchange));
         out.extend(self.role_effects.drain(..).map(Effect::Role));
     }
 }

@@ -64,6 +64,10 @@ pub const TRANSFER_SLICES: &str = "baton_transfer_slices_total";
 pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
 /// Counter by `transport`: KV bytes that a decode worker received in verified handoffs.
 pub const TRANSFER_RECEIVED_BYTES: &str = "baton_transfer_received_bytes_total";
+/// Counter by `outcome` (`fetched`; `refused`, before anything was sent; `failed`): prefixes that workers were asked to take from others.
+pub const FETCHES: &str = "baton_kv_fetches_total";
+/// Counter: tokens of prefixes that were fetched from other workers, and so need not be computed.
+pub const FETCHED_TOKENS: &str = "baton_kv_fetched_tokens_total";
 /// Counter by `transport` (`none`: no path was found yet) and `cause`: handoffs that failed at this end, without those that
 /// their owner withdrew.
 pub const TRANSFER_FAILURES: &str = "baton_transfer_failures_total";
@@ -180,6 +184,8 @@ fn describe() {
         "First write of a handoff until its verification, by transport."
     );
     describe_counter!(TRANSFER_RECEIVED_BYTES, Unit::Bytes, "KV bytes received and verified, by transport.");
+    describe_counter!(FETCHES, Unit::Count, "Prefixes that workers were asked to take from others, by outcome.");
+    describe_counter!(FETCHED_TOKENS, Unit::Count, "Tokens of prefixes fetched from other workers.");
     describe_counter!(TRANSFER_FAILURES, Unit::Count, "Handoffs that failed at this end, by transport and cause.");
     describe_counter!(TRANSFER_PATH_FAILURES, Unit::Count, "Paths that failed and gave way, by transport and cause.");
     describe_gauge!(TRANSFER_SESSIONS, Unit::Count, "Prefill workers connected, when a handoff last ended.");

@@ -7,7 +7,7 @@ use baton_engine::{BlockName, Engine, HOLE, NewSequence, Prefix, Share, Start, T
 use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
-use baton_roles::{Decode as Role, Drain, Input, Refused, StepLaunch, Ticket, WorkerCore};
+use baton_roles::{Decode as Role, Drain, Input, Loan, Refused, StepLaunch, Ticket, WorkerCore};
 use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
@@ -76,7 +76,7 @@ impl Decode {
         engine.note_cache_changes();
         let role = Role::new(world.lease, VOCAB);
         let layout = geometry.layout.clone().into();
-        let core = WorkerCore::new(engine, role, layout, world.overlaps);
+        let core = WorkerCore::new(engine, role, layout, world.lease, world.overlaps);
         let model = world.last_model(&memory.bytes);
         let layers = geometry.layout.layers() as u32;
         Ok(Decode {
@@ -178,6 +178,7 @@ pub(crate) fn answered(kind: ErrorKind, message: String) -> LegEnd {
 pub(crate) fn refusal(refused: &Refused) -> LegEnd {
     match refused {
         Refused::Draining => LegEnd::Draining { message: refused.to_string() },
+        Refused::Exchanges { .. } => answered(refused.kind(), refused.to_string()),
         Refused::Engine(error) => answered(error.kind(), error.to_string()),
     }
 }
@@ -289,7 +290,7 @@ impl World {
                 }
             }
             Effect::Say(seq, answer) => self.decode_says(place, seq, answer),
-            Effect::Lend { seq, epoch, tokens, first, blocks, lease } => {
+            Effect::Lend(Loan { seq, epoch, tokens, first, blocks, lease }) => {
                 let sequence = self.decodes[place].sequences.get(&seq).cloned();
                 let lent = (sequence.unwrap_or_default(), first, blocks);
                 self.decodes[place].lends.insert(seq, epoch);

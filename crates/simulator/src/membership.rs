@@ -100,6 +100,7 @@ impl World {
             context_tokens: 4096,
             draining: false,
             late_targets: true,
+            exchanges: 1,
         }
     }
 

@@ -117,7 +117,7 @@ impl Prefill {
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
         engine.note_cache_changes();
         let layout = Arc::new(geometry.layout.clone());
-        let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.overlaps);
+        let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.lease, world.overlaps);
         let model = world.model(&memory.bytes);
         Ok(Prefill {
             life,

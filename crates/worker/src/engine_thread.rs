@@ -9,10 +9,11 @@ use std::time::Duration;
 use baton_engine::{ModelRunner, RunError};
 use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
-use baton_transfer::TransferError;
+use baton_transfer::{ReceiverEvent, TransferError};
 use metrics::{counter, histogram};
 use tokio::sync::watch;
 
+use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
@@ -28,14 +29,21 @@ pub trait Shell: Send + 'static {
     fn command(&mut self, command: Self::Command) -> <Self::Role as RoleCore>::Command;
     /// Carries out an effect of the core; returns its answer, if it has one.
     fn perform(&mut self, effect: <Self::Role as RoleCore>::Effect) -> Option<<Self::Role as RoleCore>::Command>;
+    /// Returns what the role makes of an event of the worker's receiving end, if it lends blocks.
+    fn received(&mut self, _event: ReceiverEvent) -> Option<<Self::Role as RoleCore>::Command> {
+        None
+    }
     /// Gives one layer of some blocks to a handoff.
     fn write(&mut self, write: Write<'_>) -> Result<(), TransferError>;
 }
 
 /// A message to the thread.
-#[derive(Debug)]
-enum Message<C> {
+pub(crate) enum Message<C> {
     Command(C),
+    /// About prefixes that move between workers.
+    Exchange(exchange::Message<C>),
+    /// From the receiving end of handoffs.
+    Received(ReceiverEvent),
     /// Accept no new requests from now on.
     Drain,
 }
@@ -67,7 +75,15 @@ impl<C> Commands<C> {
     /// # Errors
     /// When the thread is gone.
     pub fn send(&self, command: C) -> Result<(), WorkerError> {
-        self.0.send(Message::Command(command)).map_err(|_| WorkerError::EngineStopped)
+        self.post(Message::Command(command))
+    }
+
+    /// Queues a message.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub(crate) fn post(&self, message: Message<C>) -> Result<(), WorkerError> {
+        self.0.send(message).map_err(|_| WorkerError::EngineStopped)
     }
 }
 
@@ -89,7 +105,15 @@ impl<C> EngineHandle<C> {
     /// Starts the drain. New requests are refused from the first snapshot with `draining` set.
     pub(crate) fn drain(&self) {
         // A thread that has ended accepts no requests anyway.
-        let _ = self.commands.0.send(Message::Drain);
+        let _ = self.commands.post(Message::Drain);
+    }
+
+    /// Queues a message.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub(crate) fn post(&self, message: Message<C>) -> Result<(), WorkerError> {
+        self.commands.post(message)
     }
 
     /// A sender for callbacks.
@@ -108,32 +132,56 @@ impl<C> EngineHandle<C> {
     }
 }
 
-/// Starts the thread. `make` gets a sender of commands, for callbacks of the transfer engine. `timeout` is the longest time that a step may
-/// take; by default what suits the model's device. Others hear of it through `told`.
+/// The thread's end of its handle, before it runs.
+pub(crate) struct Inbox<C> {
+    messages: Receiver<Message<C>>,
+    snapshot: watch::Sender<Snapshot>,
+    stall: Stall,
+}
+
+/// A handle, and what the thread needs to hear of it.
+pub(crate) fn channels<C>() -> (EngineHandle<C>, Inbox<C>) {
+    let (commands, messages) = channel();
+    let (publish, snapshot) = watch::channel(Snapshot::default());
+    let stall = Stall::default();
+    let inbox = Inbox { messages, snapshot: publish, stall: stall.clone() };
+    (EngineHandle { commands: Commands(commands), snapshot, stall }, inbox)
+}
+
+/// The parts of a worker that carry out what its core asks for.
+pub(crate) struct Shells<S: Shell> {
+    /// For the role.
+    pub role: S,
+    /// For prefixes that move between workers. `None`: this worker has none, as in tests.
+    pub exchange: Option<ExchangeShell<S::Command>>,
+}
+
+/// Starts the thread. `timeout` is the longest time that a step may take; by default what suits the model's device. Others hear of it through
+/// `told`.
 pub(crate) fn start<S: Shell>(
     core: WorkerCore<S::Role>,
     runner: Box<dyn ModelRunner>,
     clock: Clock,
     timeout: Option<Duration>,
     told: Told,
-    make: impl FnOnce(Commands<S::Command>) -> Result<S, WorkerError>,
-) -> Result<EngineHandle<S::Command>, WorkerError> {
-    let (messages, inbox) = channel();
-    let (publish, snapshot) = watch::channel(Snapshot::default());
-    let stall = Stall::default();
-    let handle = EngineHandle { commands: Commands(messages), snapshot, stall: stall.clone() };
-    let shell = make(handle.commands())?;
+    inbox: Inbox<S::Command>,
+    shells: Shells<S>,
+) -> Result<(), WorkerError> {
+    let Inbox { messages, snapshot, stall } = inbox;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
-    let reporter = Reporter { snapshot: publish, told };
-    let thread = Thread { core, runner, shell, inbox, reporter, watchdog, stall, clock, ended: false };
+    let reporter = Reporter { snapshot, told };
+    let Shells { role: shell, exchange } = shells;
+    let thread =
+        Thread { core, runner, shell, exchange, inbox: messages, reporter, watchdog, stall, clock, ended: false };
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || thread.run())?;
-    Ok(handle)
+    Ok(())
 }
 
 struct Thread<S: Shell> {
     core: WorkerCore<S::Role>,
     runner: Box<dyn ModelRunner>,
     shell: S,
+    exchange: Option<ExchangeShell<S::Command>>,
     inbox: Receiver<Message<S::Command>>,
     reporter: Reporter,
     watchdog: Watchdog,
@@ -168,11 +216,30 @@ impl<S: Shell> Thread<S> {
             let next = if wait { self.inbox.recv_timeout(IDLE_TICK).ok() } else { self.inbox.try_recv().ok() };
             let Some(message) = next else { return };
             wait = false;
-            let input = match message {
-                Message::Command(command) => Input::Command(self.shell.command(command)),
-                Message::Drain => Input::Drain,
-            };
-            self.feed(input);
+            if let Some(input) = self.input(message) {
+                self.feed(input);
+            }
+        }
+    }
+
+    /// What a message means to the core.
+    fn input(&mut self, message: Message<S::Command>) -> Option<In<S>> {
+        match message {
+            Message::Command(command) => Some(Input::Command(self.shell.command(command))),
+            Message::Exchange(message) => Some(Input::Exchange(self.exchange.as_mut()?.command(message))),
+            Message::Received(event) => self.received(event),
+            Message::Drain => Some(Input::Drain),
+        }
+    }
+
+    /// What the core makes of an event of the receiving end.
+    fn received(&mut self, event: ReceiverEvent) -> Option<In<S>> {
+        self.exchange.iter().for_each(ExchangeShell::count);
+        match event {
+            event if self.core.exchange().knows(event.epoch()) => {
+                Some(Input::Exchange(baton_roles::exchange::Command::Received(event)))
+            }
+            event => self.shell.received(event).map(Input::Command),
         }
     }
 
@@ -189,6 +256,7 @@ impl<S: Shell> Thread<S> {
     fn perform(&mut self, effect: Out<S>) -> Option<In<S>> {
         match effect {
             Effect::Role(effect) => return self.shell.perform(effect).map(Input::Command),
+            Effect::Exchange(effect) => return self.exchange.as_mut()?.perform(effect).map(Input::Exchange),
             Effect::Launch(launch) => return Some(self.launch(launch)),
             Effect::Collect { step, tokens, failed } => return Some(self.collect(step, tokens, failed)),
             Effect::Stepped(stepped) => {
@@ -303,10 +371,11 @@ mod tests {
         };
         let geometry = PoolGeometry::uniform(tiny_layout(4), 30);
         let engine = Engine::new(limits, &geometry).unwrap();
-        let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), false);
+        let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), IDLE_TICK, false);
         let (tell, effects) = channel();
-        let clock = Clock::start();
-        let handle = start(core, Box::new(runner), clock, None, unheard(), |_| Ok(Telling(tell))).unwrap();
+        let (handle, inbox) = channels();
+        let shells = Shells { role: Telling(tell), exchange: None };
+        start(core, Box::new(runner), Clock::start(), None, unheard(), inbox, shells).unwrap();
         (handle, effects)
     }
 

@@ -11,6 +11,7 @@
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
+//! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other
 //!
 //! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
 
@@ -20,8 +21,11 @@ mod choices;
 mod config;
 mod convert;
 mod door;
+mod ends;
 mod engine_thread;
 mod error;
+mod exchange;
+mod exchange_service;
 mod load;
 mod measure;
 mod news;
@@ -45,6 +49,7 @@ pub use choices::{BackendKind, Quantization};
 pub use config::{PackTokens, WorkerConfig};
 pub use convert::kv_converter;
 pub use door::{Door, incoming};
+pub use ends::KvEnds;
 pub use engine_thread::{Commands, EngineHandle, Shell};
 pub use error::WorkerError;
 pub use load::{Ready, load_on_devices, open_model};
@@ -55,4 +60,4 @@ pub use settings::check_settings;
 pub use stream::{Accepted, Events, Streams, Wire};
 pub use telemetry::count_failure;
 pub use watchdog::Stalled;
-pub use wire::{Clock, scored, stream_status};
+pub use wire::{Clock, scored, stream_status, transferred};

@@ -91,7 +91,9 @@ impl WorkerNews {
                 one.worker == other.worker
                     && (one.bytes_per_second - other.bytes_per_second).abs() <= ALIKE * one.bytes_per_second
             };
-            let changed = told.links.len() != now.links.len() || !told.links.iter().zip(&now.links).all(alike);
+            let changed = told.token_bytes != now.token_bytes
+                || told.links.len() != now.links.len()
+                || !told.links.iter().zip(&now.links).all(alike);
             if changed {
                 *told = now;
             }
@@ -155,7 +157,7 @@ impl WorkerNews {
         let (mut number, mut load, mut due) = (0, self.load.subscribe(), Instant::now());
         load.mark_changed();
         let mut links = self.links.subscribe();
-        if !links.borrow().links.is_empty() {
+        if links.borrow().token_bytes > 0 {
             links.mark_changed();
         }
         let (all, mut changes) = self.all();

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role};
-use baton_engine::{Engine, EngineConfig, NewSequence, Start, SwapConfig};
+use baton_engine::{Engine, EngineConfig, Exchange, NewSequence, Start, SwapConfig};
 use baton_grammar::Grammars;
 use baton_proto::OnlyFor;
-use baton_proto::v1::{self, DESCRIPTORS, worker_server::WorkerServer};
+use baton_proto::v1::{self, DESCRIPTORS, exchange_server::ExchangeServer, worker_server::WorkerServer};
 use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::tls::{TlsRole, alpn};
@@ -19,12 +19,17 @@ use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
 use crate::door;
+use crate::ends::KvEnds;
+use crate::engine_thread::Shells;
+use crate::exchange::ExchangeShell;
+use crate::exchange_service::ExchangeService;
 use crate::load::{Ready, load};
 use crate::news::WorkerNews;
 use crate::report::Told;
 use crate::serving::Serving;
 use crate::settings::check_settings;
 use crate::signals::{self, Limits};
+use crate::wire::Fit;
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
 /// Most open HTTP/2 streams per connection (I5).
@@ -39,12 +44,16 @@ pub trait NodeRole: Sized {
     /// Makes the role for the core.
     fn role(node: &Node) -> <Self::Shell as Shell>::Role;
     /// Makes the shell.
-    fn shell(node: &Node, commands: Commands<<Self::Shell as Shell>::Command>) -> Result<Self::Shell, WorkerError>;
+    fn shell(
+        node: &Node,
+        commands: Commands<<Self::Shell as Shell>::Command>,
+        ends: &Arc<KvEnds>,
+    ) -> Result<Self::Shell, WorkerError>;
     /// Adds its gRPC service and returns the service's name.
     fn routes(
         node: Node,
         handle: EngineHandle<<Self::Shell as Shell>::Command>,
-        worker: WorkerService,
+        ends: Arc<KvEnds>,
         routes: &mut tonic::service::RoutesBuilder,
     ) -> Result<&'static str, WorkerError>;
 }
@@ -86,10 +95,7 @@ impl Node {
 
     /// Checks a sequence from the router. Compiles its constraint, if it has one, on a blocking thread.
     pub async fn new_sequence(&self, sequence: v1::Sequence, start: Start) -> Result<NewSequence, Status> {
-        let (layout, max_keep) = (&self.geometry.layout, self.config.max_keep);
-        let (layout, block_size) = (layout.fingerprint(), layout.block_size);
-        let fit = crate::wire::Fit { vocab: self.vocab, layout, block_size, max_keep };
-        let mut new = crate::wire::new_sequence(sequence, fit, start, self.clock.now())?;
+        let mut new = crate::wire::new_sequence(sequence, self.fit(), start, self.clock.now())?;
         if let Some(constraint) = new.params.constraint.clone() {
             let grammars = Arc::clone(&self.grammars);
             let prepared = tokio::task::spawn_blocking(move || grammars.prepare(&constraint)).await;
@@ -97,6 +103,17 @@ impl Node {
             new.params.constraint = Some(prepared.map_err(|e| baton_proto::status_of(&e))?);
         }
         Ok(new)
+    }
+
+    /// Checks a prefix that the router wants moved, in at most `left`.
+    pub(crate) fn exchange(&self, prefix: v1::Prefix, left: Duration) -> Result<Exchange, Status> {
+        crate::wire::exchange(prefix, self.fit(), left, self.clock.now())
+    }
+
+    fn fit(&self) -> Fit {
+        let layout = &self.geometry.layout;
+        let (fingerprint, block_size) = (layout.fingerprint(), layout.block_size);
+        Fit { vocab: self.vocab, layout: fingerprint, block_size, max_keep: self.config.max_keep }
     }
 
     /// Runs a worker of role `N` until it is told to stop.
@@ -138,22 +155,25 @@ impl Node {
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
-        let core = WorkerCore::new(engine, N::role(&node), layout, runner.overlaps());
+        let core = WorkerCore::new(engine, N::role(&node), layout, node.config.kv_lease, runner.overlaps());
         let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
-        let make = |commands| N::shell(&node, commands);
         let news = Arc::<WorkerNews>::default();
         let told = Told { signals: told, limits: keeps, news: Arc::clone(&news) };
-        let handle = engine_thread::start(core, runner, clock, timeout, told, make)?;
+        let (handle, inbox) = engine_thread::channels();
+        let ends = Arc::new(KvEnds::open(&node, handle.commands())?);
+        let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
+        let shells = Shells { role: N::shell(&node, handle.commands(), &ends)?, exchange: Some(exchange) };
+        engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
         let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), news);
-        if N::ROLE == Role::Prefill {
-            let (service, layout) = (service.clone(), &node.geometry.layout);
-            let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
-            tokio::spawn(async move { service.tell_links(token_bytes).await });
-        }
+        let peers = Arc::clone(&ends);
+        service.report_peers(move || peers.peers());
+        let (links, layout) = (service.clone(), &node.geometry.layout);
+        let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
+        tokio::spawn(async move { links.tell_links(token_bytes).await });
         let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
-        node.serve::<N>(process, handle, service, listener, member).await
+        node.serve::<N>(process, handle, (service, ends), listener, member).await
     }
 
     fn member(
@@ -182,6 +202,7 @@ impl Node {
             context_tokens: limits.context_tokens,
             draining: false,
             late_targets: role == Role::Prefill,
+            exchanges: if limits.cache.max_blocks == 0 { 0 } else { self.geometry.layout.fingerprint() },
         }
     }
 
@@ -189,7 +210,7 @@ impl Node {
         self,
         process: Process,
         handle: EngineHandle<<N::Shell as Shell>::Command>,
-        service: WorkerService,
+        (service, ends): (WorkerService, Arc<KvEnds>),
         listener: tokio::net::TcpListener,
         member: Member,
     ) -> Result<(), WorkerError> {
@@ -198,7 +219,9 @@ impl Node {
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut routes = Routes::builder();
         routes.add_service(health_service).add_service(WorkerServer::new(service.clone()));
-        let served = N::routes(self, handle.clone(), service.clone(), &mut routes)?;
+        let exchange = ExchangeService { node: self.clone(), engine: handle.clone(), ends: Arc::clone(&ends) };
+        routes.add_service(ExchangeServer::new(exchange));
+        let served = N::routes(self, handle.clone(), ends, &mut routes)?;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)

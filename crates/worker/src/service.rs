@@ -61,8 +61,8 @@ impl WorkerService {
     /// Tells those that follow how fast KV leaves, until the task is dropped.
     pub(crate) async fn tell_links(&self, token_bytes: u32) {
         loop {
-            tokio::time::sleep(LINKS_EVERY).await;
             self.news.links(self.links(token_bytes));
+            tokio::time::sleep(LINKS_EVERY).await;
         }
     }
 

@@ -11,20 +11,40 @@ use tokio_stream::Stream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Response, Status};
 
-use crate::EngineHandle;
+use crate::engine_thread::Message;
 use crate::watchdog::Stall;
+use crate::{EngineHandle, exchange};
+
+/// Who cancels a sequence.
+enum Cancels<C> {
+    /// The role, by this message.
+    Role(fn(SeqId) -> C),
+    /// The part that moves prefixes.
+    Exchange,
+}
+
+impl<C> Clone for Cancels<C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for Cancels<C> {}
 
 /// Cancels its sequence when dropped. For a sequence that has ended this does nothing.
 struct Guard<C> {
     seq: SeqId,
     engine: EngineHandle<C>,
-    cancel: fn(SeqId) -> C,
+    cancels: Cancels<C>,
 }
 
 impl<C> Drop for Guard<C> {
     fn drop(&mut self) {
         // If the engine is gone there is nothing to cancel.
-        let _ = self.engine.send((self.cancel)(self.seq));
+        let _ = self.engine.post(match self.cancels {
+            Cancels::Role(cancel) => Message::Command(cancel(self.seq)),
+            Cancels::Exchange => Message::Exchange(exchange::Message::Cancel(self.seq)),
+        });
     }
 }
 
@@ -32,16 +52,16 @@ impl<C> Drop for Guard<C> {
 pub struct Accepted<C> {
     answer: oneshot::Sender<Result<Guard<C>, Refused>>,
     engine: EngineHandle<C>,
-    cancel: fn(SeqId) -> C,
+    cancels: Cancels<C>,
 }
 
 impl<C> Accepted<C> {
     /// Answers the request. The answer carries the guard. If the service has gone away, or goes before it reads the answer, the guard is
     /// dropped with it and cancels the sequence (I6).
     fn answer(self, outcome: Result<SeqId, Refused>) {
-        let Accepted { answer, engine, cancel } = self;
+        let Accepted { answer, engine, cancels } = self;
         // If nobody receives the answer it is dropped, and its guard with it.
-        let _ = answer.send(outcome.map(|seq| Guard { seq, engine, cancel }));
+        let _ = answer.send(outcome.map(|seq| Guard { seq, engine, cancels }));
     }
 }
 
@@ -123,10 +143,28 @@ impl<W: Wire, C> Events<W, C> {
         cancel: fn(SeqId) -> C,
         submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> C,
     ) -> Result<Response<Self>, Status> {
+        let submit = |stream, accepted| Message::Command(submit(stream, accepted));
+        Events::ask(engine, Cancels::Role(cancel), submit).await
+    }
+
+    /// As [`Events::open`], for a prefix that moves.
+    pub(crate) async fn open_exchange(
+        engine: &EngineHandle<C>,
+        submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> exchange::Message<C>,
+    ) -> Result<Response<Self>, Status> {
+        let submit = |stream, accepted| Message::Exchange(submit(stream, accepted));
+        Events::ask(engine, Cancels::Exchange, submit).await
+    }
+
+    async fn ask(
+        engine: &EngineHandle<C>,
+        cancels: Cancels<C>,
+        submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> Message<C>,
+    ) -> Result<Response<Self>, Status> {
         let (stream, items) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
-        let accepted = Accepted { answer: accepted, engine: engine.clone(), cancel };
-        engine.send(submit(stream, accepted)).map_err(|e| baton_proto::status_of(&e))?;
+        let accepted = Accepted { answer: accepted, engine: engine.clone(), cancels };
+        engine.post(submit(stream, accepted)).map_err(|e| baton_proto::status_of(&e))?;
         let answer = tokio::select! {
             answer = answer => answer.map_err(|_| stopped())?,
             () = engine.stall().told() => return Err(status_of(engine.stall())),
@@ -141,7 +179,7 @@ impl<W: Wire, C> Events<W, C> {
 fn refusal(refused: &Refused) -> Status {
     match refused {
         Refused::Draining => baton_proto::draining_status(refused.to_string()),
-        Refused::Engine(_) => baton_proto::status_of(refused),
+        Refused::Engine(_) | Refused::Exchanges { .. } => baton_proto::status_of(refused),
     }
 }
 
@@ -189,7 +227,7 @@ mod tests {
     use tokio_stream::StreamExt;
 
     use super::*;
-    use crate::engine_thread::start;
+    use crate::engine_thread::{Shells, channels, start};
     use crate::signals::unheard;
     use crate::{Clock, Shell};
 
@@ -245,7 +283,9 @@ mod tests {
                     self.0.send(Did::Submitted(seq)).unwrap();
                     None
                 }
-                decode::Effect::Lend { epoch, .. } => Some(decode::Command::Lent { epoch, outcome: Ok(Vec::new()) }),
+                decode::Effect::Lend(loan) => {
+                    Some(decode::Command::Lent { epoch: loan.epoch, outcome: Ok(Vec::new()) })
+                }
                 decode::Effect::Fence(epoch) => Some(decode::Command::FenceBegun { epoch, state: FenceState::Clear }),
                 _ => None,
             }
@@ -312,14 +352,13 @@ mod tests {
         };
         let engine = Engine::new(config, &geometry).unwrap();
         let role = Decode::new(PATIENCE, 50);
-        let core = WorkerCore::new(engine, role, geometry.layout.clone().into(), false);
+        let core = WorkerCore::new(engine, role, geometry.layout.clone().into(), PATIENCE, false);
         let (tell, told) = std_mpsc::channel();
         let model = wrap(FakeModel::new(geometry, 50));
-        (
-            start(core, model, Clock::start(), Some(timeout), unheard(), |_| Ok(Probe(tell, Streams::default())))
-                .unwrap(),
-            told,
-        )
+        let (handle, inbox) = channels();
+        let shells = Shells { role: Probe(tell, Streams::default()), exchange: None };
+        start(core, model, Clock::start(), Some(timeout), unheard(), inbox, shells).unwrap();
+        (handle, told)
     }
 
     /// A sequence that waits for a peer's KV, so it does not end by itself.

@@ -4,8 +4,9 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockName, NewSequence, Prefix, Share, Start, Time};
+use baton_engine::{BlockName, Exchange, NewSequence, Prefix, Share, Start, Time};
 use baton_proto::v1;
+use baton_transfer::TransferStats;
 use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, TokenOut};
 use tonic::{Code, Status};
 
@@ -84,6 +85,24 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
 fn prefix_seed(layout: u64, salt: &str) -> u64 {
     static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     KEYS.hash_one((layout, salt))
+}
+
+/// Checks a prefix from the router. It has `left` to move.
+pub(crate) fn exchange(prefix: v1::Prefix, fit: Fit, left: Duration, now: Time) -> Result<Exchange, Status> {
+    let v1::Prefix { request_id, tokens, cache_salt, cache_keep_seconds, priority, .. } = prefix;
+    let sampling = Some(baton_types::SamplingParams::default().into());
+    let prompt_tokens = tokens.len() as u32;
+    let sequence = v1::Sequence { request_id, tokens, prompt_tokens, sampling, cache_salt, ..Default::default() };
+    let sequence = v1::Sequence { cache_keep_seconds, priority, ..sequence };
+    let new = new_sequence(sequence, fit, Start::Receive, now)?;
+    let deadline = now.after_ms(left.as_millis() as u64);
+    Ok(Exchange { request_id: new.request_id, tokens: new.tokens, prefix: new.prefix.unwrap_or_default(), deadline })
+}
+
+/// The end of a handoff, as it travels.
+pub fn transferred(stats: &TransferStats) -> v1::Transferred {
+    let transport = stats.transport.as_str().to_owned();
+    v1::Transferred { bytes: stats.bytes, seconds: stats.seconds, transport }
 }
 
 /// Tokens of a prompt, as they travel.

@@ -55,6 +55,7 @@ pub async fn serve(arguments: &Arguments) {
                 context_tokens: 1 << 16,
                 draining: false,
                 late_targets: false,
+                exchanges: 0,
             };
             leases.push(registry.register(member, Duration::from_secs(60)).await.unwrap());
         }

@@ -18,6 +18,7 @@ use futures::{Stream, StreamExt, stream};
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::fetch::{FetchBegins, fetch_begins};
 use super::link::WorkerLink;
 
 /// A message of a worker.
@@ -54,17 +55,25 @@ enum Stage<E> {
 /// How a worker answers, and the link to it.
 type Asked<E> = BoxFuture<'static, (Result<Response<Streaming<E>>, Status>, WorkerLink)>;
 
-/// Opens the decode stream and keeps `link` until it ends.
-pub(crate) fn open_decode(link: Result<WorkerLink, LegEnd>, request: v1::DecodeRequest) -> Leg<DecodeWord> {
+/// Opens the decode stream and keeps `link` until it ends. The worker is asked once `fetch` has begun, if there is one.
+pub(crate) fn open_decode(
+    link: Result<WorkerLink, LegEnd>,
+    request: v1::DecodeRequest,
+    fetch: Option<FetchBegins>,
+) -> Leg<DecodeWord> {
     Leg::open(link, |link| {
-        Box::pin(async move { (DecodeClient::new(link.channel()).generate(Request::new(request)).await, link) })
+        Box::pin(async move {
+            fetch_begins(fetch).await;
+            (DecodeClient::new(link.channel()).generate(Request::new(request)).await, link)
+        })
     })
 }
 
-/// Opens the prefill stream and keeps `link` until it ends. Returns where to give the target if that is to follow.
+/// As [`open_decode`], for the prefill stream. Returns where to give the target if that is to follow.
 pub(crate) fn open_prefill(
     link: Result<WorkerLink, LegEnd>,
     request: v1::PrefillRequest,
+    fetch: Option<FetchBegins>,
 ) -> (Leg<PrefillWord>, Option<oneshot::Sender<Vec<u8>>>) {
     let (target, follows) = request.target_follows.then(oneshot::channel).unzip();
     let later = stream::iter(follows).filter_map(|target| async {
@@ -73,7 +82,10 @@ pub(crate) fn open_prefill(
     });
     let requests = stream::iter([request]).chain(later);
     let leg = Leg::open(link, |link| {
-        Box::pin(async move { (PrefillClient::new(link.channel()).run(Request::new(requests)).await, link) })
+        Box::pin(async move {
+            fetch_begins(fetch).await;
+            (PrefillClient::new(link.channel()).run(Request::new(requests)).await, link)
+        })
     });
     (leg, target)
 }

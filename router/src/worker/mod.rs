@@ -4,6 +4,7 @@
 //! only connects and probes as the fleet says.
 
 mod channel;
+mod fetch;
 mod follow;
 mod held;
 mod legs;
@@ -16,9 +17,10 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd, Links,
-    Placed, Predicted, RoundRobin, Terms, Verdict,
+    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fetch, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd,
+    Links, Placed, Predicted, RoundRobin, Terms, Verdict,
 };
+use baton_proto::v1;
 use baton_runtime::Tls;
 use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
@@ -34,6 +36,7 @@ use crate::model::ServedModel;
 use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
+pub(crate) use fetch::{FetchBegins, allowed};
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
 
 /// All workers in the current view.
@@ -247,6 +250,13 @@ impl Workers {
         }
         let number = self.explanations.placed(request, &chosen);
         Placement { chosen, number }
+    }
+
+    /// Has a worker take a prefix from another one, if both are there.
+    pub fn fetch(&self, fetch: &Fetch, prefix: v1::Prefix) -> Option<FetchBegins> {
+        let table = self.table();
+        let [to, from] = [fetch.to, fetch.from].map(|worker| table.channels.get(&worker).cloned());
+        Some(fetch::begin(to?, from?, fetch, prefix))
     }
 
     /// The stream to a worker is opened for the request with this placement.

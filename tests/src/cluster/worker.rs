@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use baton_cluster::{Member, Role};
 use baton_proto::MeantFor;
+use baton_proto::v1::exchange_client::ExchangeClient;
 use baton_proto::v1::{self, worker_client::WorkerClient};
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::Channel;
 
 use super::certificates::{channel, connect};
 use super::http::{Metrics, get};
@@ -69,6 +72,11 @@ pub async fn status_of(member: &Member, id: WorkerId) -> anyhow::Result<v1::Stat
         anyhow::Ok(client.status(v1::StatusRequest {}).await?.into_inner())
     };
     tokio::time::timeout(PATIENCE, ask).await?
+}
+
+/// A client of a worker's exchange of prefixes.
+pub async fn exchange_with(member: &Member) -> anyhow::Result<ExchangeClient<InterceptedService<Channel, MeantFor>>> {
+    Ok(ExchangeClient::with_interceptor(channel(member).await?, MeantFor::new(member.id)))
 }
 
 /// Waits until every worker in a registry's view holds nothing (I6).

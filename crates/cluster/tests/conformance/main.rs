@@ -165,6 +165,7 @@ fn member(id: u64) -> Member {
         context_tokens: 8192,
         draining: false,
         late_targets: false,
+        exchanges: 7,
     }
 }
 

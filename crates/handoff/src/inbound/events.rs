@@ -42,6 +42,17 @@ pub enum ReceiverEvent {
     },
 }
 
+impl ReceiverEvent {
+    /// The reservation it is about.
+    pub fn epoch(&self) -> Epoch {
+        match self {
+            ReceiverEvent::Verified { epoch, .. }
+            | ReceiverEvent::Failed { epoch, .. }
+            | ReceiverEvent::Fenced { epoch } => *epoch,
+        }
+    }
+}
+
 /// The result of [`super::Ledger::fence`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FenceState {

@@ -2,6 +2,9 @@
 
 use baton_types::WorkerId;
 
+/// Bytes per second over a link of which nothing is known.
+const UNKNOWN: f64 = 1e9;
+
 /// What one worker says of its links. Empty: it says nothing.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Links {
@@ -31,6 +34,12 @@ impl Links {
         let byte = known.map_or(self.usual, |at| 1.0 / self.rates[at].1);
         byte * f64::from(self.token_bytes)
     }
+
+    /// The same where none was measured: at a nominal rate. None: the worker does not say how large its KV is.
+    pub fn travels(&self, to: WorkerId) -> Option<f64> {
+        let nominal = f64::from(self.token_bytes) / UNKNOWN;
+        (self.token_bytes > 0).then(|| if self.rates.is_empty() { nominal } else { self.token(to) })
+    }
 }
 
 #[cfg(test)]
@@ -43,6 +52,8 @@ mod tests {
         let odd = [(id(7), f64::NAN), (id(8), 0.0), (id(9), -1.0)];
         let links = Links::new(1000, [(id(2), 1e6), (id(1), 5e5)].into_iter().chain(odd));
         assert_eq!([1, 2, 7].map(|to| links.token(id(to))), [0.002, 0.001, 0.0015]);
+        assert_eq!((links.travels(id(1)), Links::new(1000, [].into_iter()).travels(id(1))), (Some(0.002), Some(1e-6)));
+        assert_eq!(Links::default().travels(id(1)), None);
         assert_eq!((Links::default().token(id(1)), Links::new(9, odd.into_iter()).token(id(7))), (0.0, 0.0));
     }
 }

@@ -3,6 +3,7 @@
 //! The router's [`crate::Fleet`] turns its view of the cluster into [`Candidate`]s and asks a [`Placement`]. [`Eligible`]
 //! alone decides which workers may run a request. Implementations only choose among those.
 
+mod fetching;
 mod links;
 mod predicted;
 mod slo;
@@ -41,6 +42,8 @@ pub struct Candidate<'a> {
     pub load: Option<Backlog>,
     /// How fast KV leaves it, as it says.
     pub links: &'a Links,
+    /// Workers with equal ones exchange prefixes; 0: it exchanges none.
+    pub exchanges: u64,
 }
 
 /// The request to place.
@@ -121,6 +124,19 @@ pub struct Placed {
     pub prefill: Option<WorkerId>,
 }
 
+/// A prefix that a worker is to take from another one before it computes the rest of the prompt.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Fetch {
+    /// The worker that computes the rest.
+    pub to: WorkerId,
+    /// The worker that holds the prefix.
+    pub from: WorkerId,
+    /// Tokens of the prefix.
+    pub tokens: u32,
+    /// How long that takes, as predicted, in seconds.
+    pub seconds: f64,
+}
+
 /// Where a request runs, and why there.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Chosen {
@@ -133,6 +149,8 @@ pub struct Chosen {
     /// Decode blocks are to be reserved only when the prompt's turn is near at the prefill worker: it has to wait there
     /// ([`crate::Fleet::reserve_late`]).
     pub late: bool,
+    /// What the worker that computes takes from another one first. It helps; where it fails, all is computed.
+    pub fetch: Option<Fetch>,
 }
 
 /// Why a request was placed where it was.
@@ -187,7 +205,7 @@ impl Terms {
 
 impl From<Placed> for Chosen {
     fn from(placed: Placed) -> Chosen {
-        Chosen { placed, why: None, number: 0, late: false }
+        Chosen { placed, why: None, number: 0, late: false, fetch: None }
     }
 }
 

@@ -13,7 +13,8 @@
 use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
 
-use super::{Candidate, Chosen, Eligible, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
+use super::fetching::Source;
+use super::{Candidate, Chosen, Eligible, Fetch, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
 
 /// Decode workers that are tried with each prefill worker: those with the least time of their own.
 const DECODES: usize = 4;
@@ -52,7 +53,8 @@ impl Predicted {
 impl Placement for Predicted {
     fn place(&mut self, view: &[Candidate<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
         let (eligible, usual) = (Eligible { view, request }, usual(view));
-        let outlook = |worker| Outlook::of(worker, usual, request);
+        let source = Source::of(view, request);
+        let outlook = |worker| Outlook::of(worker, usual, source.as_ref(), request);
         let prefills: Vec<_> = eligible.prefills().map(outlook).collect();
         let soon = Soon::of(&prefills);
         let decodes = eligible.decode()?.into_iter().map(outlook);
@@ -67,13 +69,13 @@ impl Placement for Predicted {
             let alone = pairs.peek().is_none();
             if alone || short {
                 let terms = decode.alone(answer, &soon, request);
-                options.push(Weighed::of(terms, decode.missing(request), decode.worker, None, request));
+                options.push(Weighed::of(terms, decode.missing(request), decode, None, request));
             }
             paired += usize::from(!alone);
             for prefill in pairs.filter(|_| paired <= DECODES) {
                 let terms = prefill.split(decode, answer, &soon, request);
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
-                options.push(Weighed::of(terms, missing, decode.worker, Some(prefill.worker), request));
+                options.push(Weighed::of(terms, missing, decode, Some(prefill), request));
             }
         }
         least(&options, request)
@@ -91,19 +93,21 @@ struct Weighed {
     sum: f64,
     /// Of options that are alike: tokens of the prompt that the workers lack, and requests of this router at the one that computes them.
     rank: (u32, u32),
+    fetch: Option<Fetch>,
 }
 
 impl Weighed {
     fn of(
         terms: Terms,
         missing: u32,
-        decode: &Candidate<'_>,
-        prefill: Option<&Candidate<'_>>,
+        decode: &Outlook<'_>,
+        prefill: Option<&Outlook<'_>>,
         request: &PlacementInput<'_>,
     ) -> Weighed {
-        let placed = Placed { decode: decode.id, prefill: prefill.map(|prefill| prefill.id) };
-        let rank = (missing, prefill.unwrap_or(decode).in_flight);
-        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), rank }
+        let placed = Placed { decode: decode.worker.id, prefill: prefill.map(|prefill| prefill.worker.id) };
+        let computes = prefill.unwrap_or(decode);
+        let rank = (missing, computes.worker.in_flight);
+        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), rank, fetch: computes.fetch }
     }
 }
 
@@ -120,11 +124,12 @@ fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, Pl
         return Err(least.map_or(none, PlacementError::Late));
     };
     let alike = options.iter().filter(|option| option.sum <= best.sum + ALIKE).filter(meets);
-    let Weighed { placed, terms, .. } =
+    let Weighed { placed, terms, fetch, .. } =
         *alike.min_by_key(|option| (option.rank, mix(option.placed, request.turn))).unwrap_or(best);
     let next = options.iter().filter(|other| other.placed != placed).min_by(by_sum);
     let next = next.map(|next| (next.placed, next.terms));
-    Ok(Chosen { placed, why: Some(Why { terms, next, considered: options.len() as u32 }), number: 0, late: false })
+    let why = Some(Why { terms, next, considered: options.len() as u32 });
+    Ok(Chosen { placed, why, number: 0, late: false, fetch })
 }
 
 /// A number that orders equals, another one in each turn.
@@ -142,18 +147,31 @@ struct Outlook<'a> {
     cached: u32,
     /// How long it waits for what is queued, in seconds.
     waits: f64,
-    /// How long it then takes.
+    /// How long it then takes, with what it fetches.
     computes: f64,
+    /// How long it would take if it fetched nothing.
+    computes_all: f64,
+    /// What it takes from another worker first.
+    fetch: Option<Fetch>,
 }
 
 impl<'a> Outlook<'a> {
-    fn of(worker: &'a Candidate<'a>, usual: StepCost, request: &PlacementInput<'_>) -> Outlook<'a> {
+    fn of(
+        worker: &'a Candidate<'a>,
+        usual: StepCost,
+        source: Option<&Source<'_>>,
+        request: &PlacementInput<'_>,
+    ) -> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
         let cached = request.cached(worker.id);
         let load = Backlog { cost: cost(&load, usual, request), ..load };
-        let computes = load.prompt(cached.into(), request.tokens.into());
-        let waits = load.wait((request.tokens - cached).into());
-        Outlook { worker, load, cached, waits, computes }
+        let fetch = source.and_then(|source| source.fetch(worker, &load, cached, request));
+        let here = fetch.map_or(cached, |fetch| fetch.tokens);
+        let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
+        let waits = load.wait((request.tokens - here).into());
+        // It is fetched while the prompt waits.
+        let fetches = fetch.map_or(0.0, |fetch| (fetch.seconds - waits).max(0.0));
+        Outlook { worker, load, cached, waits, computes: fetches + prompt(here), computes_all: prompt(cached), fetch }
     }
 
     fn missing(&self, request: &PlacementInput<'_>) -> u32 {
@@ -173,7 +191,7 @@ impl<'a> Outlook<'a> {
         let beside = self.load.answers(soon.queue, lasts);
         let step = cost.step(&beside.with_row(context));
         let others = beside.rows as f64 * expected * (cost.row + cost.context * context as f64);
-        let handoff = HANDOFF * self.computes;
+        let handoff = HANDOFF * self.computes_all;
         let room = self.waits_for_blocks(step, request);
         Terms { room, step, handoff, answer: step * expected, others, ..Terms::default() }
     }
@@ -206,7 +224,8 @@ impl<'a> Outlook<'a> {
     /// A decode worker computes the prompt itself: the answers beside it wait.
     fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
-        let own = StepWork::default().with_prompt(self.cached.into(), request.tokens.into());
+        let here = self.fetch.map_or(self.cached, |fetch| fetch.tokens);
+        let own = StepWork::default().with_prompt(here.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into());
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
         Terms { queue, compute, others, handoff: 0.0, ..*answer }

@@ -12,7 +12,7 @@ static UNTOLD: Links = Links::NONE;
 
 fn worker(id: u64, role: Role) -> Candidate<'static> {
     let (id, links) = (WorkerId(id), &UNTOLD);
-    Candidate { id, role, model: "m", layout: 1, draining: false, in_flight: 0, load: None, links }
+    Candidate { id, role, model: "m", layout: 1, draining: false, in_flight: 0, load: None, links, exchanges: 0 }
 }
 
 fn view() -> Vec<Candidate<'static>> {

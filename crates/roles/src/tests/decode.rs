@@ -9,7 +9,7 @@ use baton_types::{BlockId, Epoch, SeqId, TokenOut, WorkerId};
 
 use super::rig::{Rig, SEQ, VOCAB, compare, request, rewrite};
 use crate::decode::{Answer, Command, Effect};
-use crate::{Decode, Input, Ticket, write_first_token};
+use crate::{Decode, Input, Loan, Ticket, write_first_token};
 
 const FILE: &str = "decode.txt";
 const EPOCH: Epoch = Epoch(1);
@@ -124,7 +124,7 @@ fn effect(effect: &Effect) -> String {
         Effect::Say(_, Answer::Token(token)) => format!("Say Token {}", token.index),
         Effect::Say(_, Answer::Failed(kind, _)) => format!("Say Failed {kind:?}"),
         Effect::Say(_, answer) => format!("Say {answer:?}"),
-        Effect::Lend { epoch, tokens, first, blocks, .. } => {
+        Effect::Lend(Loan { epoch, tokens, first, blocks, .. }) => {
             let counts: Vec<usize> = blocks.iter().map(Vec::len).collect();
             format!("Lend {epoch} {tokens} tokens {counts:?} from {first:?}")
         }

@@ -6,5 +6,6 @@
 mod decode;
 mod drain;
 mod draining;
+mod exchange;
 mod prefill;
 mod rig;

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
 use baton_engine::{
@@ -10,10 +11,11 @@ use baton_engine::{
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
-use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore};
+use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore, exchange};
 
 pub(super) const VOCAB: u32 = 50;
 pub(super) const BLOCK: u32 = 4;
+pub(super) const LEASE: Duration = Duration::from_secs(60);
 
 /// The first request of each table.
 pub(super) const SEQ: SeqId = SeqId(0);
@@ -23,6 +25,9 @@ pub(super) struct Rig<R: RoleCore> {
     pub core: WorkerCore<R>,
     model: FakeModel,
     pub said: Vec<R::Effect>,
+    /// What is wanted for prefixes that move.
+    pub exchanged: Vec<exchange::Effect>,
+    pub now: Time,
     /// Blocks given to handoffs to write, counted once for each layer.
     pub writes: u32,
     /// The error with which handoffs refuse every write; `None`: they accept.
@@ -31,6 +36,11 @@ pub(super) struct Rig<R: RoleCore> {
 
 impl<R: RoleCore> Rig<R> {
     pub fn new(make: impl FnOnce(Arc<KvLayout>) -> R) -> Rig<R> {
+        Rig::caching(0, make)
+    }
+
+    /// A worker whose prefix cache has at most this many blocks of tokens.
+    pub fn caching(max_blocks: u32, make: impl FnOnce(Arc<KvLayout>) -> R) -> Rig<R> {
         let geometry = PoolGeometry::uniform(tiny_layout(BLOCK), 12);
         let config = EngineConfig {
             token_budget: 16,
@@ -43,30 +53,32 @@ impl<R: RoleCore> Rig<R> {
             reserve_ahead: 16,
             order: Order::default(),
             overtakes: 0,
-            cache: CacheConfig { max_blocks: 0, ..CacheConfig::default() },
+            cache: CacheConfig { max_blocks, ..CacheConfig::default() },
             swap: SwapConfig::default(),
         };
         let engine = Engine::new(config, &geometry).unwrap();
         let layout = Arc::new(geometry.layout.clone());
-        let core = WorkerCore::new(engine, make(layout.clone()), layout, false);
-        Rig { core, model: FakeModel::new(geometry, VOCAB), said: Vec::new(), writes: 0, refuse: None }
+        let core = WorkerCore::new(engine, make(layout.clone()), layout, LEASE, false);
+        let (model, said, exchanged) = (FakeModel::new(geometry, VOCAB), Vec::new(), Vec::new());
+        Rig { core, model, said, exchanged, now: Time(0), writes: 0, refuse: None }
     }
 
     /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
     /// answered.
     pub fn input(&mut self, input: Input<R::Command>) {
-        self.core.feed(input, Time(0));
+        self.core.feed(input, self.now);
         while let Some(effect) = self.core.next_effect() {
             match effect {
                 Effect::Role(effect) => self.said.push(effect),
+                Effect::Exchange(effect) => self.exchanged.push(effect),
                 Effect::Launch(launch) => {
                     let answer = self.launch(launch);
-                    self.core.feed(answer, Time(0));
+                    self.core.feed(answer, self.now);
                 }
                 Effect::Collect { step, .. } => {
                     let (mut out, model) = (Vec::new(), &mut self.model);
                     let outcome = self.core.with_batch(step, |batch| model.collect(batch, &mut out)).unwrap();
-                    self.core.feed(Input::Collected { outcome: outcome.map(|()| out), lost: None }, Time(0));
+                    self.core.feed(Input::Collected { outcome: outcome.map(|()| out), lost: None }, self.now);
                 }
                 Effect::Stepped(_) => {}
                 Effect::Ended(error) => panic!("{error}"),

@@ -98,6 +98,7 @@ impl<'a> Cluster<'a> {
             context_tokens: 1 << 20,
             draining: false,
             late_targets: true,
+            exchanges: 0,
         };
         let view = Arc::new(View { members: (0..count).map(member).collect(), ..View::default() });
         let router = |number: usize| {

@@ -165,6 +165,7 @@ impl Cluster {
             context_tokens: CONTEXT,
             draining: false,
             late_targets: true,
+            exchanges: 0,
         };
         change(&mut member);
         worker.is(member.id);

@@ -101,7 +101,10 @@ impl Fleet {
             outliers.placed(Subject::Worker(prefill), now);
             outliers.placed(Subject::Pair { prefill, decode }, now);
         }
-        let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, |worker| input.cached(worker)));
+        // What it fetches it need not compute.
+        let fetched = |worker| chosen.fetch.filter(|fetch| fetch.to == worker).map_or(0, |fetch| fetch.tokens);
+        let cached = |worker: WorkerId| input.cached(worker).max(fetched(worker));
+        let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, cached));
         prefixes.note(&ask.names, chosen.placed, now);
         chosen.late = ask.decode.is_none() && self.is_late(&chosen);
         self.count(ask, &chosen, cached, answer, now);

@@ -45,6 +45,8 @@ pub(super) struct Worker {
     pub load: Load,
     /// How fast KV leaves it, as it says.
     pub links: Links,
+    /// Workers with equal ones exchange prefixes; 0: it exchanges none.
+    pub exchanges: u64,
 }
 
 /// Which workers are fit for a request.
@@ -52,10 +54,10 @@ pub(super) type Fit<'a> = &'a dyn Fn(&Worker) -> bool;
 
 impl Worker {
     fn new(member: &Member, model: &str, joined: u64) -> Worker {
-        let Member { id, role, layout, draining: leaving, .. } = *member;
+        let Member { id, role, layout, draining: leaving, exchanges, .. } = *member;
         let (serves, in_flight, load) = (member.model == model, Arc::default(), Load::default());
         let (lost, draining, links) = (false, false, Links::default());
-        Worker { id, role, serves, layout, leaving, joined, in_flight, lost, draining, load, links }
+        Worker { id, role, serves, layout, leaving, joined, in_flight, lost, draining, load, links, exchanges }
     }
 
     pub fn in_flight(&self) -> u32 {
@@ -67,11 +69,11 @@ impl Worker {
     }
 
     fn candidate<'a>(&'a self, model: &'a str, class: Class, now: Instant) -> Candidate<'a> {
-        let Worker { id, role, layout, ref links, .. } = *self;
+        let Worker { id, role, layout, ref links, exchanges, .. } = *self;
         let (draining, in_flight) = (self.drains(), self.in_flight());
         let load = self.load.now(in_flight, now);
         let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
-        Candidate { id, role, model, layout, draining, in_flight, load, links }
+        Candidate { id, role, model, layout, draining, in_flight, load, links, exchanges }
     }
 }
 

@@ -25,6 +25,7 @@ fn member(id: WorkerId, role: Role) -> Member {
         context_tokens: 128,
         draining: false,
         late_targets: true,
+        exchanges: 0,
     }
 }
 

@@ -1,0 +1,185 @@
+//! Prefixes that move from one worker's prefix cache to another's: by every pair of roles, with the same answers (I1), and with nothing lost when it
+//! fails (I3, I5, I6).
+#![allow(clippy::unwrap_used)]
+
+use anyhow::{Context, ensure};
+use baton_cluster::{Member, Role};
+use baton_proto::v1::{self, fetch_event::Event};
+use baton_tests::binary;
+use baton_tests::cluster::client::{Answer, prompt, sampled};
+use baton_tests::cluster::{Cluster, ClusterOptions, exchange_with, models, wait};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+/// Prompt tokens, and those of its blocks that move.
+const PROMPT: usize = 310;
+const MOVES: u32 = 304;
+
+fn ask(cluster: &Cluster, tokens: &[u32], salt: &str) -> anyhow::Result<(Answer, u32)> {
+    let request = v1::GenerateRequest { cache_salt: salt.to_owned(), ..sampled(tokens, 12, 5) };
+    let client = cluster.client()?;
+    let answer = cluster.block_on(client.ask(request))?;
+    let usage = answer.finish.as_ref().and_then(|f| f.usage).context("usage")?;
+    Ok((answer, usage.cached_tokens))
+}
+
+fn scale(cluster: &Cluster, each: u32) -> anyhow::Result<()> {
+    let (each, url) = (each.to_string(), cluster.registry());
+    let args = ["scale", "--prefill", &each, "--decode", &each, "--wait", "--registry", url];
+    binary::output(&args).map(drop)
+}
+
+fn prefix(tokens: &[u32], salt: &str) -> Option<v1::Prefix> {
+    let (request_id, tokens) = (format!("move-{salt}"), tokens.to_vec());
+    Some(v1::Prefix { request_id, tokens, cache_salt: salt.to_owned(), ..v1::Prefix::default() })
+}
+
+/// Has a worker take a prefix from another one, as a router does; returns its tokens.
+async fn moved(from: &Member, to: &Member, tokens: &[u32], salt: &str) -> anyhow::Result<u32> {
+    let request = v1::FetchRequest { prefix: prefix(tokens, salt) };
+    let mut fetches = exchange_with(to).await?.fetch(request).await?.into_inner();
+    let Some(Event::Reserved(v1::Reserved { target })) = fetches.message().await?.and_then(|said| said.event) else {
+        anyhow::bail!("no target")
+    };
+    let request = v1::ServeRequest { prefix: prefix(tokens, salt), target };
+    let mut serves = exchange_with(from).await?.serve(request).await?.into_inner();
+    let served = serves.message().await?.context("served")?;
+    ensure!(served.event.is_some(), "{served:?}");
+    match fetches.message().await?.and_then(|said| said.event) {
+        Some(Event::Fetched(v1::Fetched { tokens })) => Ok(tokens),
+        other => anyhow::bail!("{other:?}"),
+    }
+}
+
+/// One worker of each role that has computed or received something, and one of each that has not.
+struct Four {
+    _model: TempDir,
+    cluster: Cluster,
+    old: [Member; 2],
+    new: [Member; 2],
+}
+
+const ROLES: [Role; 2] = [Role::Prefill, Role::Decode];
+
+fn four(transport: &'static str, first: impl FnOnce(&Cluster) -> anyhow::Result<()>) -> anyhow::Result<Four> {
+    let model = models::tiny()?;
+    // A decode worker computes what little its prefix leaves.
+    let env = vec![("BATON_LOCAL_PROMPT".to_owned(), "256".to_owned())];
+    let cluster = Cluster::start(ClusterOptions { transport, env, ..ClusterOptions::new(&model) })?;
+    first(&cluster)?;
+    let of = |role, before: &[Member]| {
+        let known = |member: &Member| before.iter().any(|old| old.id == member.id);
+        cluster.wait_for_worker(role, |worker| !known(&worker.member)).map(|worker| worker.member)
+    };
+    let old = [of(ROLES[0], &[])?, of(ROLES[1], &[])?];
+    scale(&cluster, 2)?;
+    let new = [of(ROLES[0], &old)?, of(ROLES[1], &old)?];
+    Ok(Four { _model: model, cluster, old, new })
+}
+
+/// I1: what was fetched gives the answers that what was computed gave.
+fn every_pair(transport: &'static str) -> anyhow::Result<()> {
+    let mut answers = Vec::new();
+    let salts = ["pp", "pd", "dp", "dd"];
+    let tokens = prompt(PROMPT, 1);
+    let Four { cluster, old, new, _model } = four(transport, |cluster| {
+        salts.iter().try_for_each(|salt| {
+            let (answer, cached) = ask(cluster, &tokens, salt)?;
+            ensure!(cached == 0, "{cached} tokens of another tenant");
+            answers.push(answer.ids);
+            Ok(())
+        })
+    })?;
+    for (at, salt) in salts.iter().enumerate() {
+        let (from, to) = (&old[at / 2], &new[at % 2]);
+        let came = cluster.block_on(moved(from, to, &tokens, salt)).with_context(|| format!("{from:?} to {to:?}"))?;
+        ensure!(came == MOVES, "{came} tokens came");
+        let again = cluster.block_on(moved(from, to, &tokens, salt)).unwrap_err();
+        ensure!(again.to_string().contains("in the prefix cache already"), "{again:#}");
+    }
+    let stranger = cluster.block_on(moved(&old[0], &new[0], &tokens, "another tenant")).unwrap_err();
+    ensure!(stranger.to_string().contains("0 of 304 tokens of a prefix are in the cache"), "{stranger:#}");
+    cluster.wait_idle_workers(4)?;
+    for member in &new {
+        let worker = cluster.wait_for_worker(member.role, |worker| worker.member.id == member.id)?;
+        let fetched = worker.metrics()?.sum("baton_kv_fetched_tokens_total", "");
+        ensure!(fetched == f64::from(2 * MOVES), "{fetched} tokens fetched");
+    }
+    for member in &old {
+        let worker = cluster.wait_for_worker(member.role, |worker| worker.member.id == member.id)?;
+        cluster.signal(worker.pid, Signal::TERM)?;
+    }
+    cluster.wait_for_members(|members| !members.iter().any(|member| old.iter().any(|old| old.id == member.id)))?;
+    for (salt, want) in salts.iter().zip(&answers) {
+        let (answer, cached) = ask(&cluster, &tokens, salt)?;
+        ensure!(answer.ids == *want, "I1: {salt}: {:?} instead of {want:?}", answer.ids);
+        ensure!(cached >= MOVES, "{salt}: {cached} tokens were cached");
+    }
+    cluster.wait_idle()?;
+    cluster.stop()
+}
+
+#[test]
+fn every_worker_gives_prefixes_to_every_other_over_shared_memory() -> anyhow::Result<()> {
+    every_pair("shm")
+}
+
+#[test]
+fn every_worker_gives_prefixes_to_every_other_over_tcp() -> anyhow::Result<()> {
+    every_pair("tcp")
+}
+
+/// I3, I6: whoever leaves, and whenever, all blocks come back.
+#[test]
+fn an_exchange_that_is_broken_off_keeps_no_blocks() -> anyhow::Result<()> {
+    let tokens = prompt(PROMPT, 1);
+    let Four { cluster, old, new, _model } = four("auto", |cluster| ask(cluster, &tokens, "").map(drop))?;
+    cluster.block_on(async {
+        // The stream of a fetch is dropped before anybody writes.
+        let mut taker = exchange_with(&new[0]).await?;
+        let request = || v1::FetchRequest { prefix: prefix(&tokens, "") };
+        drop(taker.fetch(request()).await?.into_inner().message().await?);
+        // Nobody serves: its time runs out.
+        let hurried = v1::Prefix { deadline_ms: 200, ..prefix(&tokens, "").unwrap() };
+        let mut fetches = taker.fetch(v1::FetchRequest { prefix: Some(hurried) }).await?.into_inner();
+        fetches.message().await?;
+        let late = fetches.message().await.unwrap_err();
+        ensure!(late.code() == tonic::Code::DeadlineExceeded, "{late}");
+        // A target for another prefix, a stranger's, and a changed one.
+        let mut fetches = taker.fetch(request()).await?.into_inner();
+        let Some(Event::Reserved(v1::Reserved { target })) = fetches.message().await?.and_then(|said| said.event)
+        else {
+            anyhow::bail!("no target")
+        };
+        let mut giver = exchange_with(&old[0]).await?;
+        let shorter = v1::ServeRequest { prefix: prefix(&tokens[..200], ""), target: target.clone() };
+        let refused = giver.serve(shorter).await.unwrap_err();
+        ensure!(refused.message().contains("tokens"), "{refused}");
+        let garbage = v1::ServeRequest { prefix: prefix(&tokens, ""), target: vec![7; 40] };
+        ensure!(giver.serve(garbage).await.unwrap_err().code() == tonic::Code::InvalidArgument);
+        let none = giver.serve(v1::ServeRequest { prefix: None, target: target.clone() }).await.unwrap_err();
+        ensure!(none.message() == "prefix is missing", "{none}");
+        let unknown = v1::Prefix { tokens: vec![u32::MAX; 40], ..prefix(&tokens, "").unwrap() };
+        let refused = taker.fetch(v1::FetchRequest { prefix: Some(unknown) }).await.unwrap_err();
+        ensure!(refused.message().contains("the model's vocabulary"), "{refused}");
+        // The right one still works.
+        let right = v1::ServeRequest { prefix: prefix(&tokens, ""), target };
+        giver.serve(right).await?.into_inner().message().await?;
+        ensure!(matches!(fetches.message().await?.and_then(|said| said.event), Some(Event::Fetched(_))));
+        anyhow::Ok(())
+    })?;
+    cluster.wait_idle_workers(4)?;
+    // The worker that serves dies while the other one waits.
+    let mut fetches = cluster.block_on(async {
+        let request = v1::FetchRequest { prefix: prefix(&tokens, "") };
+        let fetches = exchange_with(&new[1]).await?.fetch(request).await?.into_inner();
+        anyhow::Ok(fetches)
+    })?;
+    let giver = cluster.wait_for_worker(Role::Decode, |worker| worker.member.id == old[1].id)?;
+    cluster.signal(giver.pid, Signal::STOP)?;
+    cluster.block_on(fetches.message())?;
+    drop(fetches);
+    cluster.signal(giver.pid, Signal::KILL)?;
+    wait(|| cluster.workers().iter().all(|worker| worker.idle()).then_some(()))?;
+    cluster.stop()
+}
