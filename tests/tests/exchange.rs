@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, fetch_event::Event};
 use baton_tests::binary;
-use baton_tests::cluster::client::{Answer, prompt, sampled};
+use baton_tests::cluster::client::{Answer, apart, prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, exchange_with, models, wait};
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -181,5 +181,45 @@ fn an_exchange_that_is_broken_off_keeps_no_blocks() -> anyhow::Result<()> {
     drop(fetches);
     cluster.signal(giver.pid, Signal::KILL)?;
     wait(|| cluster.workers().iter().all(|worker| worker.idle()).then_some(()))?;
+    cluster.stop()
+}
+
+/// Requests with one long prefix are shared out among the prefill workers, and the prefix is computed once (I1).
+#[test]
+fn a_hot_prefix_spreads_instead_of_being_computed_again() -> anyhow::Result<()> {
+    const PREFIX: usize = 1600;
+    const REST: usize = 400;
+    let model = models::slow()?;
+    let cluster = Cluster::start(ClusterOptions { prefill: 2, ..ClusterOptions::new(&model) })?;
+    let request = |seed| {
+        let tokens = [prompt(PREFIX, 1), prompt(REST, seed)].concat();
+        sampled(tokens, 4, seed)
+    };
+    let client = cluster.client()?;
+    cluster.block_on(client.ask(request(2)))?;
+    cluster.wait_idle()?;
+    let asked: Vec<_> = (3..9)
+        .map(|seed| {
+            let (client, request) = (client.clone(), request(seed));
+            cluster.spawn(async move { client.ask(request).await })
+        })
+        .collect();
+    let mut answers = Vec::new();
+    for answer in asked {
+        answers.push(cluster.block_on(answer)??.ids);
+    }
+    cluster.wait_idle()?;
+    let workers = cluster.workers_of(Role::Prefill);
+    let sum = |name| workers.iter().map(|worker| Ok(worker.metrics()?.sum(name, ""))).sum::<anyhow::Result<f64>>();
+    let (computed, fetched) = (sum("baton_prefill_tokens_total")?, sum("baton_kv_fetched_tokens_total")?);
+    let fetches = cluster.router_metrics()?.sum("baton_kv_fetches_total", "outcome=\"fetched\"");
+    ensure!(fetches == 1.0 && fetched == PREFIX as f64, "{fetches} fetches, {fetched} tokens");
+    let once = (PREFIX + 7 * REST) as f64;
+    ensure!((once..once + 100.0).contains(&computed), "{computed} tokens computed, {once} are in all prompts");
+    for (seed, got) in (3..).zip(&answers) {
+        let want = cluster.block_on(client.ask(apart(request(seed))))?.ids;
+        ensure!(*got == want, "I1: {got:?} instead of {want:?}");
+    }
+    cluster.wait_idle()?;
     cluster.stop()
 }

@@ -92,7 +92,7 @@ pub enum EngineError {
         expected: u32,
     },
     /// Nothing is to be fetched.
-    #[error("all {tokens} tokens are in the prefix cache already, or this worker keeps no prefixes")]
+    #[error("all {tokens} tokens are in the prefix cache already or on their way, or this worker keeps no prefixes")]
     Here {
         /// Tokens of the prefix.
         tokens: u32,

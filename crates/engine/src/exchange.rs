@@ -56,12 +56,12 @@ impl Engine {
     /// [`Engine::fetched`], an abort or its deadline.
     ///
     /// # Errors
-    /// [`EngineError::Here`]: all of it is here, or the prefix cache is off. [`EngineError::NoRoom`]: there are no blocks or no place for it now.
+    /// [`EngineError::Here`]: all of it is here or on its way, or the prefix cache is off. [`EngineError::NoRoom`]: there are no blocks or no place for it now.
     pub fn fetch(&mut self, new: Exchange, events: &mut Vec<Event>) -> Result<SeqId, EngineError> {
         let moves = new.moves(self.block_size());
         let hit = self.pools.lookup(&new.prefix, &new.tokens).without_copy();
         let here = hit.tokens().min(moves);
-        if here == moves {
+        if here == moves || self.comes(&new.prefix, &new.tokens[..moves as usize]) {
             return Err(EngineError::Here { tokens: moves });
         }
         let need = Need::received(moves);
@@ -82,6 +82,13 @@ impl Engine {
         self.receiving.insert(sequence.turn);
         self.insert_exchange(seq, sequence);
         Ok(seq)
+    }
+
+    /// Whether a fetch of these tokens is under way, or of more that begins with them.
+    fn comes(&self, prefix: &Prefix, tokens: &[u32]) -> bool {
+        let fetches = self.receiving.iter().filter_map(|turn| self.sequences.get(&turn.seq)).filter(|s| s.exchange);
+        let same = |s: &Sequence| s.prefix.is_some_and(|theirs| theirs.seed == prefix.seed);
+        { fetches }.any(|fetch| same(fetch) && fetch.tokens.starts_with(tokens))
     }
 
     /// A fetch is complete and verified (I2), and the peer's access to its blocks is over (I3): they are in the prefix cache now. Returns the

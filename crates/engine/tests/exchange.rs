@@ -112,6 +112,18 @@ fn only_what_is_missing_is_lent() {
     assert_eq!(to.engine.serve(exchange(30)), Err(EngineError::NotHere { tokens: 28, here: 12 }));
 }
 
+/// Another request with the same prefix waits for the fetch that is under way.
+#[test]
+fn nothing_is_fetched_twice_at_a_time() {
+    let mut to = Rig::new(LIMITS, 60);
+    fetch(&mut to, 30).unwrap();
+    assert_eq!(fetch(&mut to, 30), Err(EngineError::Here { tokens: 28 }));
+    assert_eq!(fetch(&mut to, 14), Err(EngineError::Here { tokens: 12 }));
+    assert!(fetch(&mut to, 50).is_ok(), "more than comes");
+    let other = Exchange { prefix: Prefix { seed: 8, ..Prefix::default() }, ..exchange(30) };
+    assert!(to.engine.fetch(other, &mut to.events).is_ok(), "of another tenant");
+}
+
 #[test]
 fn nothing_is_fetched_that_is_here_or_has_no_room() {
     let mut to = holder(30);

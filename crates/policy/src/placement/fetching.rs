@@ -50,3 +50,121 @@ impl<'a> Source<'a> {
         (saves > GAIN * seconds).then_some(Fetch { to: to.id, from, tokens, seconds })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use baton_latency::{StepCost, StepWork};
+    use baton_membership::Role;
+    use baton_types::WorkerId;
+
+    use super::*;
+    use crate::kv_index::Holder;
+    use crate::placement::{Chosen, Held, Links, Placement, Predicted, Slo};
+
+    /// What prompts of 4,000 tokens take: 0.8 seconds to compute.
+    const COST: StepCost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
+
+    /// A prompt of 4,000 tokens, of which the first prefill worker says that it holds 3,200.
+    const HOLDERS: [Holder; 1] = [Holder { worker: WorkerId(1), blocks: 200 }];
+    const ASK: PlacementInput<'static> = PlacementInput {
+        model: "m",
+        tokens: 4000,
+        answer: 10,
+        block_size: 16,
+        slo: Slo { first_token: None, token: None, deadline: None },
+        late: f64::INFINITY,
+        delays: (0.0, 0.0),
+        split: true,
+        decode: None,
+        avoid: &[],
+        sent: None,
+        held: Held { blocks: 250, by: &HOLDERS },
+        apart: &[],
+        turn: 0,
+    };
+
+    /// Two prefill workers and a decode worker that exchange prefixes; the first one has this much to compute.
+    fn view(links: &Links, queued: u64) -> [Candidate<'_>; 3] {
+        let load = |tokens| {
+            let work = StepWork { tokens, ..StepWork::default() };
+            Some(Backlog { work, room: 1000, step_tokens: 512, cost: COST, ..Backlog::default() })
+        };
+        let worker = |id, role, queued| Candidate {
+            id: WorkerId(id),
+            role,
+            model: "m",
+            layout: 1,
+            draining: false,
+            in_flight: 0,
+            load: load(queued),
+            links,
+            exchanges: 9,
+        };
+        [worker(1, Role::Prefill, queued), worker(2, Role::Prefill, 0), worker(11, Role::Decode, 0)]
+    }
+
+    fn place(view: &[Candidate<'_>], ask: &PlacementInput<'_>) -> Chosen {
+        Predicted::new(0).place(view, ask).unwrap()
+    }
+
+    /// KV of 16 KB a token, at 1 GB/s: 3,200 tokens travel in 52 ms.
+    fn links() -> Links {
+        Links::new(1 << 14, [(WorkerId(2), 1e9)].into_iter())
+    }
+
+    #[test]
+    fn a_prefix_is_fetched_where_its_holder_is_busy() {
+        let links = links();
+        let idle = place(&view(&links, 0), &ASK);
+        assert_eq!(
+            (idle.placed.prefill, idle.fetch),
+            (Some(WorkerId(1)), None),
+            "where it is, nothing is to be fetched"
+        );
+        let busy = place(&view(&links, 4000), &ASK);
+        let fetch = busy.fetch.unwrap();
+        assert_eq!((fetch.to, fetch.from, fetch.tokens), (WorkerId(2), WorkerId(1), 3200));
+        assert!((0.05..0.06).contains(&fetch.seconds), "{fetch:?}");
+        let terms = busy.why.unwrap().terms;
+        // 800 tokens in two chunks, and what the fetch takes.
+        assert!((0.21..0.24).contains(&terms.compute), "{terms:?}");
+    }
+
+    #[test]
+    fn what_is_sooner_computed_is_not_fetched() {
+        let (fast, slow, silent) = (links(), Links::new(1 << 14, [(WorkerId(2), 1e8)].into_iter()), Links::NONE);
+        let of = |links, ask: &PlacementInput<'_>| place(&view(links, 40_000), ask).fetch.is_some();
+        assert!(of(&fast, &ASK));
+        assert!(!of(&slow, &ASK), "half a second for what is computed in 0.65");
+        assert!(!of(&silent, &ASK), "nobody knows how large it is");
+        let few = [Holder { blocks: 7, ..HOLDERS[0] }];
+        assert!(!of(&fast, &PlacementInput { held: Held { blocks: 250, by: &few }, ..ASK }), "not worth the asking");
+    }
+
+    #[test]
+    fn only_workers_that_exchange_and_stay_give_prefixes() {
+        let links = links();
+        let fetch = |change: fn(&mut [Candidate<'_>; 3]), ask: &PlacementInput<'_>| {
+            let mut view = view(&links, 40_000);
+            change(&mut view);
+            place(&view, ask).fetch
+        };
+        assert!(fetch(|_| (), &ASK).is_some());
+        assert_eq!(fetch(|view| view[0].exchanges = 0, &ASK), None, "of the version before");
+        assert_eq!(fetch(|view| view[0].draining = true, &ASK), None);
+        assert_eq!(fetch(|view| view[1].exchanges = 8, &ASK), None, "I1: of another KV type");
+        assert_eq!(fetch(|_| (), &PlacementInput { avoid: &[WorkerId(1)], ..ASK }), None, "it failed this request");
+        let two = [HOLDERS[0], Holder { worker: WorkerId(11), blocks: 100 }];
+        let ask = PlacementInput { held: Held { blocks: 250, by: &two }, ..ASK };
+        let second = fetch(|view| view[0].exchanges = 0, &ask).unwrap();
+        assert_eq!((second.from, second.tokens), (WorkerId(11), 1600), "from the one that holds the next most");
+    }
+
+    /// The last token of a prompt is computed in any case.
+    #[test]
+    fn a_prompt_is_never_fetched_to_its_end() {
+        let (links, whole) = (links(), [Holder { blocks: 250, ..HOLDERS[0] }]);
+        let ask = PlacementInput { held: Held { blocks: 250, by: &whole }, ..ASK };
+        assert_eq!(place(&view(&links, 40_000), &ask).fetch.unwrap().tokens, 3984);
+    }
+}
