@@ -111,7 +111,8 @@ fn workers(placed: Placed) -> Value {
 fn predicted(terms: &Terms) -> Value {
     json!({
         "first_token_s": round(terms.first_token),
-        "token_s": round(terms.token),
+        "token_s": round(terms.expected),
+        "token_at_most_s": round(terms.token),
         "room_s": round(terms.room),
         "queue_s": round(terms.queue),
         "compute_s": round(terms.compute),

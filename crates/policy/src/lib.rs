@@ -29,8 +29,8 @@ pub use fair::Ticket;
 pub use gate::{Asks, Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{
-    Candidate, Chosen, Fetch, Held, LeastLoaded, Links, Missed, Placed, Placement, PlacementError, PlacementInput,
-    Predicted, RoundRobin, Slo, Terms, Why,
+    Candidate, Chosen, Delays, Fetch, Held, LeastLoaded, Links, Missed, Placed, Placement, PlacementError,
+    PlacementInput, Predicted, RoundRobin, Slo, Terms, Why,
 };
 pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};

@@ -51,7 +51,7 @@ baton_runtime::config! {
         model: String = "smollm2".to_owned(),
         /// Address of the gRPC server that the router calls; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
-        /// Address where KV arrives over TCP (decode workers); port 0 takes a free one.
+        /// Address where KV arrives over TCP; port 0 takes a free one. A prefill worker takes prefixes from others there, if they can reach it.
         transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// Host name or address by which others reach this worker; needed when it listens on 0.0.0.0.
         advertise: Option<String> = None,

@@ -105,6 +105,12 @@ impl Node {
         Ok(new)
     }
 
+    /// Whether it exchanges prefixes with others: it keeps some, and others get to where KV comes in as they get to its gRPC server.
+    fn exchanges(&self, limits: EngineConfig) -> bool {
+        let local = |address: std::net::SocketAddr| address.ip().is_loopback();
+        limits.cache.max_blocks > 0 && (local(self.config.grpc) || !local(self.config.transfer))
+    }
+
     /// Checks a prefix that the router wants moved, in at most `left`.
     pub(crate) fn exchange(&self, prefix: v1::Prefix, left: Duration) -> Result<Exchange, Status> {
         crate::wire::exchange(prefix, self.fit(), left, self.clock.now())
@@ -202,7 +208,7 @@ impl Node {
             context_tokens: limits.context_tokens,
             draining: false,
             late_targets: role == Role::Prefill,
-            exchanges: if limits.cache.max_blocks == 0 { 0 } else { self.geometry.layout.fingerprint() },
+            exchanges: if self.exchanges(limits) { self.geometry.layout.fingerprint() } else { 0 },
         }
     }
 

@@ -4,6 +4,7 @@
 //! worker that holds the prefix is asked to write it. Whatever fails, the prompt is computed: a worker that gives or takes nothing is no worse
 //! for other requests, so nothing is held against it.
 
+use std::sync::Weak;
 use std::time::Duration;
 
 use baton_policy::Fetch;
@@ -16,6 +17,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tonic::{Code, Request, Status, Streaming};
 
+use super::Workers;
 use super::link::WorkerChannel;
 
 /// How long a prompt is held back at most until its fetch has begun. It would be computed from its beginning if it came before.
@@ -42,7 +44,12 @@ pub(super) async fn fetch_begins(fetch: Option<FetchBegins>) {
 }
 
 /// Asks both workers, in a task of its own: what a worker fetches is of use to others even if this request ends.
-pub(super) fn begin(to: WorkerChannel, from: WorkerChannel, fetch: &Fetch, prefix: v1::Prefix) -> FetchBegins {
+pub(super) fn begin(
+    workers: Weak<Workers>,
+    (to, from): (WorkerChannel, WorkerChannel),
+    fetch: &Fetch,
+    prefix: v1::Prefix,
+) -> FetchBegins {
     let (begun, begins) = oneshot::channel();
     let (limit, between) = (Duration::from_millis(prefix.deadline_ms), (fetch.from, fetch.to));
     tokio::spawn(async move {
@@ -58,11 +65,21 @@ pub(super) fn begin(to: WorkerChannel, from: WorkerChannel, fetch: &Fetch, prefi
         let (from, to) = between;
         match &outcome {
             Ok(tokens) => tracing::debug!(request_id, %from, %to, tokens, "prefix fetched"),
-            Err((how, status)) => tracing::debug!(request_id, %from, %to, %status, "no prefix fetched: {how}"),
+            Err((how, status)) => {
+                tracing::debug!(request_id, %from, %to, %status, "no prefix fetched: {how}");
+                if *how == "failed" && blocked(status) {
+                    workers.upgrade().iter().for_each(|workers| workers.not_fetched(to));
+                }
+            }
         }
         counter!(names::FETCHES, "outcome" => outcome.map_or_else(|(how, _)| how, |_| "fetched")).increment(1);
     });
     begins
+}
+
+/// Whether KV does not get from the one worker to the other. Not where the one has it no more.
+fn blocked(status: &Status) -> bool {
+    !matches!(status.code(), Code::NotFound | Code::ResourceExhausted)
 }
 
 fn late<T>() -> Result<T, Status> {

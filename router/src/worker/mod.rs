@@ -253,10 +253,14 @@ impl Workers {
     }
 
     /// Has a worker take a prefix from another one, if both are there.
-    pub fn fetch(&self, fetch: &Fetch, prefix: v1::Prefix) -> Option<FetchBegins> {
+    pub fn fetch(self: &Arc<Self>, fetch: &Fetch, prefix: v1::Prefix) -> Option<FetchBegins> {
         let table = self.table();
         let [to, from] = [fetch.to, fetch.from].map(|worker| table.channels.get(&worker).cloned());
-        Some(fetch::begin(to?, from?, fetch, prefix))
+        Some(fetch::begin(Arc::downgrade(self), (to?, from?), fetch, prefix))
+    }
+
+    fn not_fetched(&self, to: WorkerId) {
+        self.fleet().not_fetched(to, Instant::now().into_std());
     }
 
     /// The stream to a worker is opened for the request with this placement.

@@ -102,7 +102,7 @@ fn ports_are_where_the_settings_listen() -> anyhow::Result<()> {
             names.extend((role == "router").then_some("http"));
             let embedded = settings.text("registry")? == "embedded";
             names.extend((role == "router" && embedded).then_some("internal"));
-            names.extend((role == "decode").then_some("transfer"));
+            names.extend((role != "router").then_some("transfer"));
             for name in &names {
                 let address: SocketAddr = settings.text(name)?.parse()?;
                 ensure!(address.ip().is_unspecified(), "{} {role}: {name} is {address}", release.name);

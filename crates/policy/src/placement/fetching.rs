@@ -59,7 +59,7 @@ mod tests {
 
     use super::*;
     use crate::kv_index::Holder;
-    use crate::placement::{Chosen, Held, Links, Placement, Predicted, Slo};
+    use crate::placement::{Chosen, Delays, Held, Links, Placement, Predicted, Slo};
 
     /// What prompts of 4,000 tokens take: 0.8 seconds to compute.
     const COST: StepCost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
@@ -73,7 +73,7 @@ mod tests {
         block_size: 16,
         slo: Slo { first_token: None, token: None, deadline: None },
         late: f64::INFINITY,
-        delays: (0.0, 0.0),
+        delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
         split: true,
         decode: None,
         avoid: &[],

@@ -69,14 +69,25 @@ pub struct PlacementInput<'a> {
     pub slo: Slo,
     /// Decode blocks are reserved while a prompt waits where it has to wait for at least so long, in seconds.
     pub late: f64,
-    /// Seconds that predictions of the first token, and of the time from token to token, leave out.
-    pub delays: (f64, f64),
+    /// What predictions leave out.
+    pub delays: Delays,
     /// Workers that hold most of the prompt, as they say. Preferred while they have room.
     pub held: Held<'a>,
     /// Where the prompt's beginning was sent lately ([`crate::Prefixes`]): these workers may not say yet that they hold it.
     pub sent: Option<Sent>,
     /// A number that decides among equals, another one for each placement and each router.
     pub turn: u64,
+}
+
+/// Seconds that predictions leave out, as was learned from what came of earlier ones.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Delays {
+    /// Of the first token.
+    pub first_token: f64,
+    /// Of [`Terms::token`].
+    pub token: f64,
+    /// Of [`Terms::expected`].
+    pub expected: f64,
 }
 
 /// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
@@ -179,8 +190,13 @@ pub struct Terms {
     pub first_token: f64,
     /// A step of the decode worker, with this answer in it.
     pub step: f64,
-    /// From one token of the answer to the next, by that and by what such predictions left out before.
+    /// From one token of the answer to the next, by that and by what such predictions left out before. An SLO is compared with this: the answers
+    /// that are there now may be as many when this one begins.
     pub token: f64,
+    /// A step of the decode worker when the answer begins, with those of today's answers that are expected to be left by then.
+    pub later: f64,
+    /// The most likely time from one token to the next, by that and by what such predictions left out before.
+    pub expected: f64,
     /// The expected tokens of the answer.
     pub answer: f64,
     /// What others wait longer for it, all together.
@@ -198,8 +214,14 @@ impl Terms {
     }
 
     /// With what the times to the first token, and from token to token, leave out.
-    fn delayed(self, (first, token): (f64, f64)) -> Terms {
-        Terms { first_token: self.waits() + first, token: self.step + token, ..self }
+    fn delayed(self, delays: Delays) -> Terms {
+        let Delays { first_token, token, expected } = delays;
+        Terms {
+            first_token: self.waits() + first_token,
+            token: self.step + token,
+            expected: self.later + expected,
+            ..self
+        }
     }
 }
 

@@ -196,6 +196,14 @@ impl<'a> Outlook<'a> {
         Terms { room, step, handoff, answer: step * expected, others, ..Terms::default() }
     }
 
+    /// How long a step takes once the first token is there, after `wait` seconds.
+    fn later(&self, wait: f64, request: &PlacementInput<'_>) -> f64 {
+        let context = u64::from(request.tokens) + u64::from(request.answer / 2);
+        let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
+        let lasts = self.load.cost.step(&now.with_row(context)) * f64::from(request.answer);
+        self.load.cost.step(&self.load.answers(wait, lasts).with_row(context))
+    }
+
     /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
     fn waits_for_blocks(&self, step: f64, request: &PlacementInput<'_>) -> f64 {
         let size = request.block_size.max(1);
@@ -218,7 +226,8 @@ impl<'a> Outlook<'a> {
         // Layers travel while others are computed.
         let travels = self.worker.links.token(decode.worker.id) * f64::from(decode.missing(request));
         let handoff = answer.handoff.max(travels - compute);
-        Terms { room, queue, compute, handoff, others: answer.others + soon.behind * compute, ..*answer }
+        let later = decode.later(room + queue + compute, request);
+        Terms { room, queue, compute, handoff, later, others: answer.others + soon.behind * compute, ..*answer }
     }
 
     /// A decode worker computes the prompt itself: the answers beside it wait.
@@ -228,7 +237,8 @@ impl<'a> Outlook<'a> {
         let own = StepWork::default().with_prompt(here.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into());
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
-        Terms { queue, compute, others, handoff: 0.0, ..*answer }
+        let later = self.later(answer.room + queue + compute, request);
+        Terms { queue, compute, others, handoff: 0.0, later, ..*answer }
     }
 }
 

@@ -131,6 +131,8 @@ mod tests {
         first_token: 7.3,
         step: 0.05,
         token: 0.05,
+        later: 0.0,
+        expected: 0.0,
         answer: 10.0,
         others: 3.0,
     };

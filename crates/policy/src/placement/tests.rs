@@ -32,7 +32,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     block_size: 16,
     slo: Slo { first_token: None, token: None, deadline: None },
     late: f64::INFINITY,
-    delays: (0.0, 0.0),
+    delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
     split: true,
     decode: None,
     avoid: &[],
@@ -419,4 +419,19 @@ fn blocks_that_are_reserved_late_come_free_while_the_prompt_waits() {
     let (early, late) = (terms(f64::INFINITY), terms(0.0));
     assert!(early.room > early.queue && early.queue > 0.03, "{early:?}");
     assert!((early.room - late.room - late.queue).abs() < 1e-9, "{late:?}");
+}
+
+/// Answers that end while the prompt is computed are not beside its own; an SLO is compared as if they might be.
+#[test]
+fn a_long_prompt_finds_fewer_answers_beside_its_own() {
+    let mut view = vec![worker(1, Role::Prefill), worker(11, Role::Decode)];
+    (view[0].load, view[1].load) = (queue(0), rows(8));
+    let terms = |tokens| {
+        let ask = PlacementInput { tokens, answer: 16, ..ASK };
+        Predicted::new(0).place(&view, &ask).unwrap().why.unwrap().terms
+    };
+    let (short, long) = (terms(100), terms(8000));
+    assert!(short.expected > 0.9 * short.token, "{short:?}");
+    // A row and its context: 0.2 ms and more each.
+    assert!(long.token - long.expected > 8.0 * 2e-4 && long.expected >= 8e-3, "{long:?}");
 }

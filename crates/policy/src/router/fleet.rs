@@ -17,7 +17,7 @@ use super::capacity::Capacity;
 use super::legs::LegEnd;
 use super::outliers::{Judgement, Outliers, Subject, Verdict};
 use crate::gate::GateRoom;
-use crate::placement::{Chosen, Links, Placed, Placement, Terms};
+use crate::placement::{Chosen, Delays, Links, Placed, Placement, Terms};
 use crate::prefixes::Prefixes;
 
 mod placing;
@@ -34,10 +34,27 @@ const PREFIXES: usize = 1 << 16;
 const FIRST_ANSWER: f64 = 200.0;
 /// How fast the expected length of an answer follows.
 const ANSWER_FOLLOWS: f64 = 0.02;
+/// How long a worker exchanges no prefixes after one could not be moved to it.
+const APART: Duration = Duration::from_secs(30);
 /// Workers beside which one is judged, where there are more than twice as many.
 const EQUALS: usize = 64;
 /// Tokens of a block, unless a worker is set otherwise.
 const USUAL_BLOCK: u32 = 16;
+
+/// What predictions leave out, learned from what came of them.
+#[derive(Clone, Debug, Default)]
+struct Calibrations {
+    first_token: Calibration,
+    token: Calibration,
+    expected: Calibration,
+}
+
+impl Calibrations {
+    fn delays(&self) -> Delays {
+        let Calibrations { first_token, token, expected } = self;
+        Delays { first_token: first_token.delay(), token: token.delay(), expected: expected.delay() }
+    }
+}
 
 /// Every worker in the view.
 pub struct Fleet {
@@ -49,8 +66,7 @@ pub struct Fleet {
     outliers: Outliers,
     /// Expected tokens of an answer: a moving mean.
     answer: f64,
-    /// What predictions of the first token, and of the time from token to token, leave out.
-    calibrations: (Calibration, Calibration),
+    calibrations: Calibrations,
     block_size: u32,
     /// Number of placements so far.
     placements: u64,
@@ -166,21 +182,30 @@ impl Fleet {
     /// A request that was placed with these predictions had its first token after `first` seconds, and then one each `token` seconds, if it had
     /// enough. Times of requests that a worker failed say nothing.
     pub fn measured(&mut self, predicted: &Terms, first: Option<f64>, token: Option<f64>) {
-        let (firsts, tokens) = &mut self.calibrations;
-        let Terms { room, queue, compute, step, .. } = *predicted;
+        let Calibrations { first_token, token: tokens, expected } = &mut self.calibrations;
+        let Terms { room, queue, compute, step, later, .. } = *predicted;
         match first {
-            Some(first) if room + queue <= compute => firsts.add(compute + queue + room, first),
-            Some(first) => firsts.compare(predicted.first_token, first),
+            Some(first) if room + queue <= compute => first_token.add(compute + queue + room, first),
+            Some(first) => first_token.compare(predicted.first_token, first),
             None => {}
         }
         if let Some(token) = token {
             tokens.add(step, token);
+            expected.add(later, token);
         }
     }
 
     /// Median relative errors lately of the predicted times to the first token, and from token to token.
     pub fn errors(&self) -> (Option<f64>, Option<f64>) {
-        (self.calibrations.0.error(), self.calibrations.1.error())
+        (self.calibrations.first_token.error(), self.calibrations.expected.error())
+    }
+
+    /// No prefix could be moved between these workers, though both were asked and said yes: their network does not let it through, or is too slow.
+    /// For a while none is moved to or from the one that was to take it.
+    pub fn not_fetched(&mut self, to: WorkerId, now: Instant) {
+        if let Some(worker) = self.roster.get_mut(to) {
+            worker.apart = Some(now + APART);
+        }
     }
 
     /// A worker says how fast KV leaves it for others.

@@ -98,7 +98,7 @@ no choice. */}}
 {{- if and (ne .role "router") $v.workers.sockets.hostPath -}}
   {{- $_ := set $settings "transfer_sockets" (include "baton.socketsPath" .root) -}}
 {{- end -}}
-{{- if eq .role "decode" -}}
+{{- if ne .role "router" -}}
   {{- $_ := set $settings "transfer" (printf "%s:%v" $any $ports.transfer) -}}
 {{- end -}}
 {{- $tls := include "baton.tls" .root -}}

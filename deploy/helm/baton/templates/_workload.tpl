@@ -322,7 +322,7 @@ volumes:
 {{- else }}
 - {name: grpc, containerPort: {{ $ports.internal }}}
 {{- end }}
-{{- if eq .role "decode" }}
+{{- if ne .role "router" }}
 - {name: transfer, containerPort: {{ $ports.transfer }}}
 {{- end }}
 - {name: admin, containerPort: {{ $ports.admin }}}

@@ -45,7 +45,7 @@ impl Fleet {
     pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Chosen, Failure> {
         self.placements = self.placements.wrapping_add(1);
         let (block_size, turn) = (self.block_size(), self.seed.wrapping_add(self.placements));
-        let delays = (self.calibrations.0.delay(), self.calibrations.1.delay());
+        let delays = self.calibrations.delays();
         let Fleet { model, roster, placement, prefixes, outliers, .. } = self;
         let seen = held.iter().map(|holder| holder.worker).chain(ask.decode);
         let some = roster.some(placement.looks_at(), seen, turn);

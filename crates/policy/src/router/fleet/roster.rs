@@ -47,6 +47,8 @@ pub(super) struct Worker {
     pub links: Links,
     /// Workers with equal ones exchange prefixes; 0: it exchanges none.
     pub exchanges: u64,
+    /// Until when it exchanges none all the same.
+    pub apart: Option<Instant>,
 }
 
 /// Which workers are fit for a request.
@@ -57,7 +59,21 @@ impl Worker {
         let Member { id, role, layout, draining: leaving, exchanges, .. } = *member;
         let (serves, in_flight, load) = (member.model == model, Arc::default(), Load::default());
         let (lost, draining, links) = (false, false, Links::default());
-        Worker { id, role, serves, layout, leaving, joined, in_flight, lost, draining, load, links, exchanges }
+        Worker {
+            id,
+            role,
+            serves,
+            layout,
+            leaving,
+            joined,
+            in_flight,
+            lost,
+            draining,
+            load,
+            links,
+            exchanges,
+            apart: None,
+        }
     }
 
     pub fn in_flight(&self) -> u32 {
@@ -69,7 +85,8 @@ impl Worker {
     }
 
     fn candidate<'a>(&'a self, model: &'a str, class: Class, now: Instant) -> Candidate<'a> {
-        let Worker { id, role, layout, ref links, exchanges, .. } = *self;
+        let Worker { id, role, layout, ref links, .. } = *self;
+        let exchanges = if self.apart.is_some_and(|until| now < until) { 0 } else { self.exchanges };
         let (draining, in_flight) = (self.drains(), self.in_flight());
         let load = self.load.now(in_flight, now);
         let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
@@ -85,8 +102,8 @@ impl Roster {
         for member in view.members.iter().filter(|m| works(m)) {
             let new = Worker::new(member, model, self.joined + 1);
             self.workers.push(match before.remove(&member.id) {
-                Some(Worker { joined, in_flight, lost, draining, load, links, .. }) => {
-                    Worker { joined, in_flight, lost, draining, load, links, ..new }
+                Some(Worker { joined, in_flight, lost, draining, load, links, apart, .. }) => {
+                    Worker { joined, in_flight, lost, draining, load, links, apart, ..new }
                 }
                 None => {
                     self.joined += 1;
