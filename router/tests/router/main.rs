@@ -6,6 +6,7 @@ mod support;
 mod api;
 mod classes;
 mod false_workers;
+mod fetching;
 mod following;
 mod grpc;
 mod late;

@@ -1,6 +1,7 @@
 //! A router over real sockets, with scripted workers.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+mod exchange;
 mod logs;
 mod worker;
 
@@ -14,6 +15,7 @@ use baton_runtime::{Outcome, Readiness, Shutdown, Tasks};
 use baton_types::WorkerId;
 use serde_json::{Value, json};
 
+pub use exchange::Exchanges;
 pub use model::{CALLS, CONTEXT, END, MODEL, NAME};
 pub use worker::{Decode, FakeWorker, Prefill, World, digest_at};
 
@@ -140,9 +142,19 @@ impl Cluster {
 
     /// Starts a worker, scripts it, and registers it.
     pub async fn add_with(&mut self, role: Role, script: impl FnOnce(&FakeWorker)) -> Arc<FakeWorker> {
+        self.add_and(role, |_| {}, script).await
+    }
+
+    /// Starts a worker, scripts it, and registers it as `change` says.
+    pub async fn add_and(
+        &mut self,
+        role: Role,
+        change: impl FnOnce(&mut Member),
+        script: impl FnOnce(&FakeWorker),
+    ) -> Arc<FakeWorker> {
         let worker = FakeWorker::start(role, Arc::clone(&self.world)).await;
         script(&worker);
-        self.register(worker, role, |_| {}).await
+        self.register(worker, role, change).await
     }
 
     async fn register(

@@ -23,6 +23,7 @@ use tonic::service::{Interceptor, InterceptorLayer};
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::exchange::{Exchanges, Prefixes};
 use super::{CALLS, END};
 
 /// How a decode worker treats one request.
@@ -157,6 +158,7 @@ struct Shared {
     door: watch::Sender<Door>,
     /// Its id.
     id: AtomicU64,
+    prefixes: Prefixes,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -187,6 +189,7 @@ impl FakeWorker {
             dropped: watch::Sender::new(0),
             door: door.clone(),
             id: AtomicU64::new(0),
+            prefixes: Prefixes::default(),
         });
         let inner = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let inner_address = inner.local_addr().unwrap();
@@ -197,7 +200,8 @@ impl FakeWorker {
             OnlyFor(WorkerId(own.id.load(Ordering::Relaxed))).call(call)
         });
         let own = v1::worker_server::WorkerServer::new(Service(Arc::clone(&shared)));
-        let server = tonic::transport::Server::builder().layer(only).add_service(own);
+        let exchange = v1::exchange_server::ExchangeServer::new(Service(Arc::clone(&shared)));
+        let server = tonic::transport::Server::builder().layer(only).add_service(own).add_service(exchange);
         let incoming = TcpIncoming::from(inner).with_nodelay(Some(true));
         let server = match role {
             Role::Prefill => server.add_service(v1::prefill_server::PrefillServer::new(service)),
@@ -239,6 +243,17 @@ impl FakeWorker {
     pub fn prefill_will(&self, plan: impl IntoIterator<Item = Prefill>) -> &Self {
         self.shared.prefill.lock().unwrap().extend(plan);
         self
+    }
+
+    /// Scripts how it takes and gives the next prefixes.
+    pub fn exchange_will(&self, plan: impl IntoIterator<Item = Exchanges>) {
+        self.shared.prefixes.plan.lock().unwrap().extend(plan);
+    }
+
+    /// Prefixes that it was to take, and those that it was to give.
+    pub fn exchanged(&self) -> (Vec<v1::Prefix>, Vec<v1::ServeRequest>) {
+        let Prefixes { taken, given, .. } = &self.shared.prefixes;
+        (taken.borrow().clone(), given.borrow().clone())
     }
 
     /// Scripts what it says to who follows it, one list for each time. Without one it refuses.
@@ -298,7 +313,7 @@ async fn forward(mut client: TcpStream, to: std::net::SocketAddr, mut door: watc
 
 struct Service(Arc<Shared>);
 
-type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+pub type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl v1::decode_server::Decode for Service {
@@ -316,6 +331,20 @@ impl v1::decode_server::Decode for Service {
         let run = DecodeRun { shared: Arc::clone(&self.0), sequence, plan, out };
         tokio::spawn(run.go(request.compute_here));
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+}
+
+#[tonic::async_trait]
+impl v1::exchange_server::Exchange for Service {
+    type FetchStream = Events<v1::FetchEvent>;
+    type ServeStream = Events<v1::ServeEvent>;
+
+    async fn fetch(&self, request: Request<v1::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
+        self.0.prefixes.fetch(request)
+    }
+
+    async fn serve(&self, request: Request<v1::ServeRequest>) -> Result<Response<Self::ServeStream>, Status> {
+        self.0.prefixes.serve(request)
     }
 }
 

@@ -1,0 +1,136 @@
+//! Prefixes that one worker takes from another: the prompt follows once that has begun, and is answered whatever becomes of it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_cluster::Role;
+use baton_policy::BlockName;
+use baton_proto::v1::worker_event::Event;
+use baton_proto::v1::{CacheEvent, LinksEvent, LoadEvent, StepCost};
+use baton_router::{PlacementKind, RouterConfig};
+use serde_json::{Value, json};
+use tonic::Status;
+
+use crate::support::{Cluster, Exchanges, FakeWorker, bytes, config};
+
+const ANSWER: &str = "yes";
+
+/// A prompt of 21 blocks and a few tokens, of which the first worker holds the blocks.
+fn prompt() -> String {
+    "What was asked before need not be computed again. ".repeat(7)[..340].to_owned()
+}
+
+/// What a prefill worker says of itself, with so many tokens to compute and these blocks.
+fn says(tokens: u64, names: &[BlockName]) -> Vec<Event> {
+    let cost = Some(StepCost { base: 0.01, row: 1e-3, token: 1e-3, ..StepCost::default() });
+    let load = LoadEvent { tokens, room: 1000, step_tokens: 512, cost, ..LoadEvent::default() };
+    let stored = names.iter().flat_map(|name| name.0.to_le_bytes()).collect();
+    let cache = CacheEvent { number: 1, afresh: true, stored, ..CacheEvent::default() };
+    vec![Event::Load(load), Event::Links(LinksEvent { token_bytes: 1000, links: Vec::new() }), Event::Cache(cache)]
+}
+
+/// A router, a decode worker, and two prefill workers: a busy one that holds the prompt's blocks and an idle one.
+struct Two {
+    cluster: Cluster,
+    holder: Arc<FakeWorker>,
+    idle: Arc<FakeWorker>,
+}
+
+async fn two(plan: impl IntoIterator<Item = Exchanges>, gives: impl IntoIterator<Item = Exchanges>) -> Two {
+    let settings = RouterConfig { placement: PlacementKind::Predicted, local_prompt: 0, ..config() };
+    let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
+    let names: Vec<BlockName> = BlockName::root("", 16).chain(&bytes(&prompt()), 16).collect();
+    let mut workers = Vec::new();
+    for (role, events) in
+        [(Role::Prefill, says(2000, &names)), (Role::Prefill, says(0, &[])), (Role::Decode, says(0, &[]))]
+    {
+        let worker = cluster.add_and(role, |member| member.exchanges = 5, |worker| worker.news_will_be([events])).await;
+        workers.push(worker);
+    }
+    cluster.readiness.wait().await;
+    cluster.seen(3).await;
+    let [holder, idle, decode] = &workers[..] else { panic!() };
+    for worker in [holder, idle, decode] {
+        worker.was_followed(1).await;
+    }
+    idle.exchange_will(plan);
+    holder.exchange_will(gives);
+    Two { holder: Arc::clone(holder), idle: Arc::clone(idle), cluster }
+}
+
+impl Two {
+    /// Asks until the router has read what its workers say, and so has a prefix fetched. Returns where it was placed, and how long that took.
+    async fn fetches(&self) -> (Value, Duration) {
+        let asking = async {
+            loop {
+                let (told, took) = self.ask().await;
+                if told["fetches"].is_object() {
+                    return (told, took);
+                }
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), asking).await.expect("a prefix is fetched")
+    }
+
+    async fn ask(&self) -> (Value, Duration) {
+        let begun = Instant::now();
+        let http = self.cluster.http.post(self.cluster.url("/v1/completions"));
+        let asked = http.json(&json!({"prompt": prompt(), "max_tokens": 4})).header("x-baton-trace", "1");
+        let response = asked.send().await.unwrap();
+        let told: Value = serde_json::from_slice(response.headers()["x-baton-placement"].as_bytes()).unwrap();
+        let body: Value = response.json().await.unwrap();
+        assert_eq!(body["choices"][0]["text"], ANSWER, "{body}");
+        (told.as_array().unwrap().last().unwrap().clone(), begun.elapsed())
+    }
+}
+
+#[tokio::test]
+async fn the_worker_that_computes_takes_the_prefix_from_the_one_that_has_it() {
+    let two = two([], []).await;
+    let (told, _) = two.fetches().await;
+    assert_eq!((&told["fetches"]["tokens"], &told["fetches"]["from"]), (&json!(336), &json!("w1")), "{told}");
+    assert_eq!(told["prefill"], "w2", "{told}");
+    let ((taken, _), (_, given)) = (two.idle.exchanged(), two.holder.exchanged());
+    assert_eq!((taken.len(), taken[0].tokens.len()), (1, 337), "one token after the last block");
+    assert_eq!((given.len(), &given[0].target[..], &given[0].prefix), (1, &b"here"[..], &Some(taken[0].clone())));
+    assert!((500..=2000).contains(&taken[0].deadline_ms), "{} ms", taken[0].deadline_ms);
+    two.cluster.stop().await;
+}
+
+/// I5: whatever becomes of a fetch, the request is answered, and soon.
+#[tokio::test]
+async fn a_prefix_that_does_not_come_holds_up_nobody() {
+    let refuses = || Exchanges::Refuse(Status::resource_exhausted("no room"));
+    let lost = || Exchanges::Refuse(Status::not_found("evicted"));
+    // The one that takes refuses, the one that gives refuses, the one that takes never has it, neither says anything.
+    let plans = [
+        (vec![refuses()], vec![]),
+        (vec![], vec![lost()]),
+        (vec![Exchanges::Stall], vec![]),
+        (vec![Exchanges::Stall], vec![Exchanges::Stall]),
+    ];
+    for (at, (takes, gives)) in plans.into_iter().enumerate() {
+        let two = two(takes, gives).await;
+        let (_, took) = two.fetches().await;
+        assert!(took < Duration::from_secs(5), "{at}: {took:?}");
+        two.cluster.stop().await;
+    }
+}
+
+/// Where the network lets no KV through, nobody waits for it again and again.
+#[tokio::test]
+async fn no_further_prefix_is_fetched_where_one_did_not_get_through() {
+    let blocked = Exchanges::Refuse(Status::deadline_exceeded("the connection is not made"));
+    let two = two([], [blocked]).await;
+    two.fetches().await;
+    let given = two.holder.exchanged().1.len();
+    let until = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < until {
+        let (told, _) = two.ask().await;
+        if !told["fetches"].is_object() {
+            assert_eq!(two.holder.exchanged().1.len(), given);
+            return two.cluster.stop().await;
+        }
+    }
+    panic!("it is tried again and again");
+}
