@@ -127,6 +127,15 @@ async fn a_prefix_that_does_not_come_holds_up_nobody() {
     }
 }
 
+/// A prompt that came before its fetch has begun would be computed from its beginning.
+#[tokio::test]
+async fn a_prompt_is_held_back_until_its_fetch_begins_but_not_for_long() {
+    let two = two([Exchanges::Silent], []).await;
+    let (_, took) = two.fetches().await;
+    assert!((Duration::from_millis(95)..Duration::from_secs(5)).contains(&took), "{took:?}");
+    two.cluster.stop().await;
+}
+
 /// Where the network lets no KV through, nobody waits for it again and again.
 #[tokio::test]
 async fn no_further_prefix_is_fetched_where_one_did_not_get_through() {

@@ -20,6 +20,8 @@ pub enum Exchanges {
     Refuse(Status),
     /// Says nothing until the router drops the stream. A worker that takes lends blocks first.
     Stall,
+    /// Says nothing at all.
+    Silent,
 }
 
 /// What a worker does with prefixes. A prefix that it takes is there as soon as blocks are lent for it.
@@ -32,11 +34,10 @@ pub struct Prefixes {
 }
 
 impl Prefixes {
-    fn next(&self) -> Result<bool, Status> {
+    fn next(&self) -> Result<Exchanges, Status> {
         match self.plan.lock().unwrap().pop_front().unwrap_or_default() {
-            Exchanges::Work => Ok(true),
-            Exchanges::Stall => Ok(false),
             Exchanges::Refuse(status) => Err(status),
+            other => Ok(other),
         }
     }
 
@@ -44,19 +45,24 @@ impl Prefixes {
         let prefix = request.into_inner().prefix.unwrap();
         let tokens = prefix.tokens.len() as u32 - 1;
         self.taken.send_modify(|taken| taken.push(prefix));
-        let works = self.next()?;
+        let plan = self.next()?;
         let event = |event| Ok(v1::FetchEvent { event: Some(event) });
         let lent = event(fetch_event::Event::Reserved(v1::Reserved { target: b"here".to_vec() }));
         let here = event(fetch_event::Event::Fetched(v1::Fetched { tokens }));
-        let first = stream::iter(if works { vec![lent, here] } else { vec![lent] });
-        let rest = if works { stream::empty().boxed() } else { stream::pending().boxed() };
-        Ok(Response::new(first.chain(rest).boxed()))
+        Ok(Response::new(match plan {
+            Exchanges::Work => stream::iter([lent, here]).boxed(),
+            Exchanges::Stall => stream::iter([lent]).chain(stream::pending()).boxed(),
+            _ => stream::pending().boxed(),
+        }))
     }
 
     pub fn serve(&self, request: Request<v1::ServeRequest>) -> Result<Response<Events<v1::ServeEvent>>, Status> {
         self.given.send_modify(|given| given.push(request.into_inner()));
         let event = Some(serve_event::Event::Transferred(v1::Transferred::default()));
         let said = stream::iter([Ok(v1::ServeEvent { event })]);
-        Ok(Response::new(if self.next()? { said.boxed() } else { stream::pending().boxed() }))
+        Ok(Response::new(match self.next()? {
+            Exchanges::Work => said.boxed(),
+            _ => stream::pending().boxed(),
+        }))
     }
 }
