@@ -9,6 +9,8 @@ use baton_types::mix;
 
 /// Counters of a name, one in each row.
 const ROWS: u64 = 4;
+/// Most counters of a row (I5).
+const MOST_COUNTERS: u64 = 1 << 26;
 /// Highest count.
 const MOST: u8 = 15;
 
@@ -29,9 +31,10 @@ impl Sketch {
     /// Highest count that is told apart.
     pub const MOST: u8 = MOST;
 
-    /// A sketch for a cache of `blocks` blocks, whose counters are halved after `sample` uses. It has four bytes or more for each block.
-    pub fn new(blocks: u64, sample: u64) -> Sketch {
-        let row = blocks.clamp(16, 1 << 32).next_power_of_two();
+    /// A sketch whose counters are halved after `sample` uses. Two uses or fewer come to a counter of each row by then, so that names that were
+    /// used once are told from those used twice. It takes two to four bytes for each use of the sample.
+    pub fn new(sample: u64) -> Sketch {
+        let row = (sample / 2).clamp(16, MOST_COUNTERS).next_power_of_two();
         Sketch { counters: vec![0; (ROWS * row) as usize], mask: row - 1, uses: 0, sample: sample.max(1) }
     }
 
@@ -75,7 +78,7 @@ mod tests {
 
     #[test]
     fn counts_are_never_too_low_and_seldom_too_high() {
-        let mut sketch = Sketch::new(1000, u64::MAX);
+        let mut sketch = Sketch::new(2000);
         for number in 0..1000 {
             (0..number % 4).for_each(|_| sketch.add(name(number)));
         }
@@ -86,14 +89,14 @@ mod tests {
 
     #[test]
     fn a_count_ends_at_the_most() {
-        let mut sketch = Sketch::new(16, u64::MAX);
+        let mut sketch = Sketch::new(1000);
         (0..100).for_each(|_| sketch.add(name(1)));
         assert_eq!((sketch.count(name(1)), sketch.count(name(2))), (Sketch::MOST, 0));
     }
 
     #[test]
     fn what_was_used_long_ago_is_forgotten() {
-        let mut sketch = Sketch::new(64, 100);
+        let mut sketch = Sketch::new(100);
         (0..10).for_each(|_| sketch.add(name(1)));
         (0..90).for_each(|number| sketch.add(name(100 + number % 3)));
         assert_eq!(sketch.count(name(1)), 5, "halved once");

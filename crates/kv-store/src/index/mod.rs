@@ -99,9 +99,9 @@ impl Index {
         self.nodes.iter().map(|(name, node)| (*name, node))
     }
 
-    /// The block that a tier evicts next.
-    pub fn victim(&self, tier: Tier) -> Option<BlockName> {
-        self.orders[tier as usize].first().map(|(_, name)| *name)
+    /// What a tier may evict, in order.
+    pub fn victims(&self, tier: Tier) -> impl Iterator<Item = BlockName> {
+        self.orders[tier as usize].iter().map(|(_, name)| *name)
     }
 
     /// Changes a block; makes it first if it is not there. A block that is in no tier after it is forgotten.
@@ -199,7 +199,7 @@ mod tests {
     }
 
     fn evict(index: &mut Index, tier: Tier) -> Option<BlockName> {
-        let name = index.victim(tier)?;
+        let name = index.victims(tier).next()?;
         index.change(
             name,
             || unreachable!(),
@@ -243,7 +243,7 @@ mod tests {
                 node.host = copy;
                 ranking.used(&mut node.usage);
             });
-            assert_eq!(index.victim(Tier::Host), Some(key(first, None).name), "{policy}");
+            assert_eq!(index.victims(Tier::Host).next(), Some(key(first, None).name), "{policy}");
         }
     }
 
@@ -267,7 +267,7 @@ mod tests {
         index.update(key(1, None).name, |node| (node.disk, node.host) = (Some(place), None));
         assert_eq!(evict(&mut index, Tier::Disk), None);
         index.update(key(2, None).name, |node| node.host.as_mut().unwrap().writing = true);
-        assert_eq!(index.victim(Tier::Host), None);
+        assert_eq!(index.victims(Tier::Host).next(), None);
         index.update(key(2, None).name, |node| node.host = None);
         assert_eq!(evict(&mut index, Tier::Disk), Some(key(1, None).name));
     }

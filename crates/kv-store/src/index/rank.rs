@@ -7,12 +7,15 @@ pub enum Policy {
     Lru,
     /// Least frequently used, with dynamic aging (LFU-DA: Arlitt et al., "Evaluating content management techniques for Web proxy caches", 2000).
     Lfu,
-    /// Least recently used; but a block replaces another one on disk only if it was asked for more often, by the [`crate::Sketch`].
+    /// Least recently used; but a block replaces another one on disk only if it was asked for more often, by the [`crate::Sketch`] (Einziger,
+    /// Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", 2017).
+    TinyLfu,
+    /// Of a few least recently used, the one that was asked for least often, by the [`crate::Sketch`].
     #[default]
     Sketch,
 }
 
-baton_types::words!(Policy { Lru = "lru", Lfu = "lfu", Sketch = "sketch" });
+baton_types::words!(Policy { Lru = "lru", Lfu = "lfu", TinyLfu = "tinylfu", Sketch = "sketch" });
 
 /// A block's place in the order: lowest first.
 pub(crate) type Rank = (u64, u64);
@@ -56,7 +59,7 @@ impl Ranking {
 
     pub fn rank(&self, usage: &Usage) -> Rank {
         match self.policy {
-            Policy::Lru | Policy::Sketch => (usage.last, 0),
+            Policy::Lru | Policy::TinyLfu | Policy::Sketch => (usage.last, 0),
             Policy::Lfu => (usage.score, usage.last),
         }
     }

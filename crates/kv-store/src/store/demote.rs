@@ -17,7 +17,7 @@ impl Store {
             if self.slots.free() + writes >= spare {
                 return;
             }
-            let Some(name) = self.index.victim(Tier::Host) else { return };
+            let Some(name) = self.victim(Tier::Host) else { return };
             if !self.worth_writing(name) {
                 let lost = self.index.get(name).is_some_and(|node| node.disk.is_none());
                 self.counters.not_admitted += u64::from(lost);
@@ -37,7 +37,7 @@ impl Store {
         }
         // TinyLFU: it has to be worth more than the block it would replace.
         let full = disk.segments.used() >= disk.segments.capacity();
-        let replaced = self.index.victim(Tier::Disk).filter(|_| full && self.config.policy == Policy::Sketch);
+        let replaced = self.victim(Tier::Disk).filter(|_| full && self.config.policy == Policy::TinyLfu);
         replaced.is_none_or(|replaced| uses > self.sketch.count(replaced))
     }
 
@@ -46,7 +46,7 @@ impl Store {
         let Some(copy) = self.index.get(name).and_then(|node| node.host.as_ref()) else { return false };
         let (slot, block) = (copy.slot, copy.block.clone());
         while self.disk.as_ref().is_some_and(|disk| disk.segments.used() >= disk.segments.capacity()) {
-            let Some(victim) = self.index.victim(Tier::Disk) else { return false };
+            let Some(victim) = self.victim(Tier::Disk) else { return false };
             self.evict(victim, Tier::Disk);
         }
         let place = self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Demoted));

@@ -19,12 +19,16 @@ use crate::index::Index;
 use crate::segments::Segments;
 use crate::slots::Slots;
 use crate::{
-    Block, BlockKey, Counters, Effect, Input, Job, Place, Reason, Sketch, Slot, StoreConfig, StoreError, Ticket, Tier,
+    Block, BlockKey, Counters, Effect, Input, Job, Place, Policy, Reason, Sketch, Slot, StoreConfig, StoreError,
+    Ticket, Tier,
 };
 
 use disk::Pause;
 use reclaim::Reclaim;
 use recover::Recovery;
+
+/// Of so many blocks that were least recently used, [`Policy::Sketch`] evicts the one that was asked for least often.
+const OLDEST: usize = 16;
 
 /// Who waits for what.
 #[derive(Debug)]
@@ -100,7 +104,7 @@ impl Store {
         let mut store = Store {
             index: Index::new(config.policy),
             slots,
-            sketch: Sketch::new(blocks, config.sample.unwrap_or(10 * blocks)),
+            sketch: Sketch::new(config.sample.unwrap_or(10 * blocks)),
             disk,
             waiting: BTreeMap::new(),
             filling: BTreeMap::new(),
@@ -218,14 +222,23 @@ impl Store {
     /// A slot for a new block. Evicts a block if none is free.
     fn slot(&mut self) -> Option<Slot> {
         while self.slots.free() == 0 {
-            let name = self.index.victim(Tier::Host)?;
+            let name = self.victim(Tier::Host)?;
             self.counters.overrun += u64::from(self.worth_writing(name));
             self.evict(name, Tier::Host);
         }
         self.slots.take()
     }
 
-    /// Evicts a block that the index has named.
+    /// The block that a tier evicts next.
+    fn victim(&self, tier: Tier) -> Option<BlockName> {
+        let mut oldest = self.index.victims(tier);
+        match self.config.policy {
+            Policy::Sketch => oldest.take(OLDEST).min_by_key(|name| self.sketch.count(*name)),
+            Policy::Lru | Policy::Lfu | Policy::TinyLfu => oldest.next(),
+        }
+    }
+
+    /// Evicts a block that [`Store::victim`] has named.
     fn evict(&mut self, name: BlockName, tier: Tier) {
         if let Some(node) = self.index.get(name) {
             let usage = node.usage;

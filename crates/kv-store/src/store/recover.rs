@@ -95,7 +95,7 @@ impl Store {
     /// Evicts what is too much: records of blocks that had been evicted are found again.
     fn trim(&mut self) {
         while self.disk.as_ref().is_some_and(|disk| disk.segments.used() > disk.segments.capacity()) {
-            let Some(name) = self.index.victim(Tier::Disk) else { return };
+            let Some(name) = self.victim(Tier::Disk) else { return };
             self.evict(name, Tier::Disk);
         }
     }
