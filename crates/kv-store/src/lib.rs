@@ -32,6 +32,7 @@ mod store;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use baton_kv_cache::BlockName;
 pub use block::{ALIGNMENT, Block, BlockKey, Identity, Part, Shape};
 pub use config::{DiskConfig, StoreConfig, StoreLimits};
 pub use counters::Counters;
