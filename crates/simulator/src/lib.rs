@@ -62,6 +62,7 @@ mod stages;
 mod stream;
 mod strikes;
 mod summary;
+pub mod tiers;
 mod verdicts;
 mod world;
 

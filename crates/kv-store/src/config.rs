@@ -1,0 +1,105 @@
+//! A store's settings.
+
+use crate::{Identity, Policy, Shape, StoreError};
+
+/// Bytes of a segment, if the disk has room for enough of them.
+const SEGMENT_BYTES: u64 = 64 << 20;
+/// Slots that are kept for moving blocks out of segments that are reclaimed.
+pub(crate) const MOVING: u32 = 2;
+
+/// The settings of a store.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct StoreConfig {
+    /// Shape of the blocks.
+    pub shape: Shape,
+    /// Whose KV is stored. What is found of another identity is overwritten.
+    pub identity: Identity,
+    /// Slots of host memory, [`Shape::stride`] bytes each; two of them move blocks between segments.
+    pub slots: u32,
+    /// The disk. None: host memory only.
+    pub disk: Option<DiskConfig>,
+    /// Which blocks stay.
+    pub policy: Policy,
+    /// Blocks asked for less often than this are not written to disk; 0 and 1 write all.
+    pub min_uses: u8,
+    /// Uses after which the sketch forgets half; None: ten for each block of all tiers.
+    pub sample: Option<u64>,
+    /// Bounds of what is in flight.
+    pub limits: StoreLimits,
+}
+
+/// The size of the disk tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DiskConfig {
+    /// Segments, 8 or more.
+    pub segments: u32,
+    /// Records of a segment.
+    pub records: u32,
+}
+
+/// What may be in flight at once (I5).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StoreLimits {
+    /// Blocks being filled or handed out, and gets that wait.
+    pub tickets: u32,
+    /// Reads from disk.
+    pub reads: u32,
+    /// Writes to disk.
+    pub writes: u32,
+    /// Segments being scanned.
+    pub scans: u32,
+    /// Blocks that are pinned.
+    pub pinned: u32,
+}
+
+impl Default for StoreLimits {
+    fn default() -> Self {
+        StoreLimits { tickets: 4096, reads: 64, writes: 8, scans: 4, pinned: 1024 }
+    }
+}
+
+impl DiskConfig {
+    /// As many segments as `bytes` have room for.
+    pub fn of_size(bytes: u64, shape: &Shape) -> Result<DiskConfig, StoreError> {
+        let stride = shape.stride() as u64;
+        let segment = SEGMENT_BYTES.min(bytes / u64::from(4 * crate::MIN_SEGMENTS)).max(stride);
+        let records = segment / stride;
+        let segments = bytes / (records * stride);
+        if segments < u64::from(crate::MIN_SEGMENTS) {
+            return Err(StoreError::Setting { field: "disk size", value: bytes, must: "room for 8 blocks or more" });
+        }
+        let most = |count: u64| u32::try_from(count).unwrap_or(u32::MAX);
+        Ok(DiskConfig { segments: most(segments), records: most(records) })
+    }
+
+    /// Bytes of a segment.
+    pub fn segment_bytes(&self, shape: &Shape) -> u64 {
+        u64::from(self.records) * shape.stride() as u64
+    }
+}
+
+impl StoreConfig {
+    /// A store of these sizes with default settings otherwise.
+    pub fn new(shape: Shape, identity: Identity, slots: u32, disk: Option<DiskConfig>) -> StoreConfig {
+        let (policy, limits) = (Policy::default(), StoreLimits::default());
+        StoreConfig { shape, identity, slots, disk, policy, min_uses: 2, sample: None, limits }
+    }
+
+    /// Ok when the settings can work.
+    pub fn check(&self) -> Result<(), StoreError> {
+        let limits = &self.limits;
+        let least = if self.disk.is_some() { MOVING + 2 } else { 1 };
+        for (field, value, least, must) in [
+            ("slots", self.slots, least, "4 or more with a disk, else 1 or more"),
+            ("limit of tickets", limits.tickets, 1, "1 or more"),
+            ("limit of reads", limits.reads, 1, "1 or more"),
+            ("limit of writes", limits.writes, 1, "1 or more"),
+            ("limit of scans", limits.scans, 1, "1 or more"),
+        ] {
+            if value < least {
+                return Err(StoreError::Setting { field, value: value.into(), must });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,124 @@
+//! What goes into a store and what comes out of it.
+
+use baton_kv_cache::BlockName;
+
+use crate::{Block, BlockKey, Expect, Head, Mismatch, Place, Tier};
+
+/// A slot of host memory: room for a head and for a block's data.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Slot(pub u32);
+
+/// Number that the caller gives to a put or a get, and by which it is told what came of it. Used once.
+pub type Ticket = u64;
+
+/// Number of a read or a write of the disk.
+pub type Job = u64;
+
+/// Why a read failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReadError {
+    /// The disk gave an error, or fewer bytes.
+    Io,
+    /// What was read is not what was written, or not what was asked for.
+    Mismatch(Mismatch),
+}
+
+/// Something happened.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// A prompt has these blocks, held or not.
+    Seen(Vec<BlockName>),
+    /// A block is offered. Answer: [`Effect::Fill`] or [`Effect::Declined`].
+    Put(Ticket, BlockKey),
+    /// The slot of a put holds the block's data, and these are the digests of its parts. None: the put is given up.
+    Filled(Ticket, Option<std::sync::Arc<[u64]>>),
+    /// A block is wanted. Answer, now or when the disk has answered: [`Effect::Ready`] or [`Effect::Missed`].
+    Get(Ticket, BlockKey),
+    /// Who got [`Effect::Ready`] reads the slot no longer. False: what it read did not match the digests.
+    Done(Ticket, bool),
+    /// Who waits for a get waits no longer. There is no answer.
+    Cancel(Ticket),
+    /// A block stays until it is unpinned, if it is held and few enough are pinned.
+    Pin(BlockName),
+    /// The block may be evicted again.
+    Unpin(BlockName),
+    /// A read has ended.
+    Read(Job, Result<Block, ReadError>),
+    /// A write has ended. False: it failed, or may have.
+    Written(Job, bool),
+    /// A segment was scanned: what is at the beginning of each of its records. Empty: it is not there. None: it could not be read.
+    Scanned(u32, Option<Vec<Result<Head, Mismatch>>>),
+    /// Time has passed.
+    Tick,
+}
+
+/// Something is to be done.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Effect {
+    /// Read the head of each record of a segment. Answer: [`Input::Scanned`].
+    Scan(u32),
+    /// Read a record into a slot and check it ([`crate::check_record`]). Answer: [`Input::Read`].
+    Read {
+        /// Its number.
+        job: Job,
+        /// From where.
+        place: Place,
+        /// Where to.
+        into: Slot,
+        /// What must be found there.
+        expect: Expect,
+    },
+    /// Put the head at the beginning of the slot and write the slot as a record. Answer: [`Input::Written`].
+    Write {
+        /// Its number.
+        job: Job,
+        /// Where to.
+        place: Place,
+        /// From where.
+        from: Slot,
+        /// The head's bytes.
+        head: Vec<u8>,
+    },
+    /// A segment is complete and may be brought to safety. Nothing waits for it, and correctness does not depend on it.
+    Sync(u32),
+    /// Copy the block's data into this slot. Answer: [`Input::Filled`].
+    Fill(Ticket, Slot),
+    /// The block is not taken.
+    Declined(Ticket, Decline),
+    /// The block is in this slot, and stays there until [`Input::Done`]. Whoever copies the data out compares the digests.
+    Ready(Ticket, Slot, Block, Tier),
+    /// The block cannot be had.
+    Missed(Ticket, Miss),
+    /// A block came to a tier.
+    Stored(BlockName, Tier),
+    /// A block left a tier.
+    Removed(BlockName, Tier),
+}
+
+/// Why a block was not taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Decline {
+    /// It is in host memory, or being filled.
+    Held,
+    /// Every slot is in use, or too many tickets are.
+    Busy,
+}
+
+baton_types::words!(Decline { Held = "held", Busy = "busy" });
+
+/// Why a block could not be had.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Miss {
+    /// It is not stored.
+    Absent,
+    /// A block of this name has other tokens, or lacks a layer group.
+    Differs,
+    /// Too much is in flight.
+    Busy,
+    /// The disk failed.
+    Failed,
+    /// What was read is not what was written (I2).
+    Damaged,
+}
+
+baton_types::words!(Miss { Absent = "absent", Differs = "differs", Busy = "busy", Failed = "failed", Damaged = "damaged" });

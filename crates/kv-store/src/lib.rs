@@ -1,0 +1,45 @@
+//! KV beyond a pool: a prefix computed once is found again in host memory or on disk.
+//!
+//! A [`Store`] decides which blocks are kept in which tier, where they lie, and when they move. It has no clock, threads or I/O, and never sees
+//! a byte of KV: `baton-store` owns the memory and the files, and simulations and tests have their own. Each input goes through
+//! [`Store::feed`]; the effects are then taken one by one with [`Store::next_effect`] and carried out, in any order and at any time.
+//!
+//! ```text
+//!            Put, Filled                  few slots are free
+//!   pool ───────────────▶ host memory ─────────────────────▶ disk: segments of records
+//!     ▲      Get, Done      │     ▲        Write               │  │ reclaimed: Moved
+//!     └─────────────────────┘     └────────────────────────────┘◀─┘
+//!                                     Get: Read, checked
+//! ```
+//!
+//! - A block is known by its name. Tokens and digests are compared on every read (I2): a name never decides alone.
+//! - Nothing depends on what a disk promises. A record that is torn, lost, old or flipped is found when it is read or scanned, and is a miss.
+//! - Slots, records, reads, writes and tickets are bounded (I5), and accounted for (I6).
+
+#![forbid(unsafe_code)]
+
+mod block;
+mod config;
+mod counters;
+mod effect;
+mod error;
+mod index;
+mod record;
+mod segments;
+mod sketch;
+mod slots;
+mod store;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+pub use baton_kv_cache::BlockName;
+pub use block::{ALIGNMENT, Block, BlockKey, Identity, Part, Shape};
+pub use config::{DiskConfig, StoreConfig, StoreLimits};
+pub use counters::Counters;
+pub use effect::{Decline, Effect, Input, Job, Miss, ReadError, Slot, Ticket};
+pub use error::StoreError;
+pub use index::{Policy, Tier};
+pub use record::{Expect, Head, Mismatch, check_record};
+pub use segments::{MIN_SEGMENTS, Place, Reason};
+pub use sketch::Sketch;
+pub use store::Store;

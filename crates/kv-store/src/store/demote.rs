@@ -1,0 +1,73 @@
+//! Blocks that go down from host memory to disk.
+
+use baton_kv_cache::BlockName;
+
+use super::Store;
+use crate::{Policy, Reason, Slot, Tier};
+
+impl Store {
+    /// Sees to it that a few slots are free, so that a put never waits for the disk. Evicts what is on disk or not worth a write, and begins to
+    /// write the rest.
+    pub(super) fn demote_on(&mut self) {
+        let limits = self.config.limits;
+        let spare = (2 * limits.writes).min(self.config.slots / 4);
+        while self.may_write() {
+            let writes = self.disk.as_ref().map_or(0, |disk| disk.writes);
+            // Each write in flight frees a slot when it ends.
+            if self.slots.free() + writes >= spare {
+                return;
+            }
+            let Some(name) = self.victim(Tier::Host) else { return };
+            if !self.worth_writing(name) {
+                let lost = self.index.get(name).is_some_and(|node| node.disk.is_none());
+                self.counters.not_admitted += u64::from(lost);
+                self.evict(name, Tier::Host);
+            } else if !self.demote(name) {
+                return;
+            }
+        }
+    }
+
+    /// Admission: whether a block in host memory should be on disk, and is not.
+    pub(super) fn worth_writing(&self, name: BlockName) -> bool {
+        let Some((disk, node)) = self.disk.as_ref().zip(self.index.get(name)) else { return false };
+        let uses = self.sketch.count(name);
+        if node.disk.is_some() || uses < self.config.min_uses {
+            return false;
+        }
+        // TinyLFU: it has to be worth more than the block it would replace.
+        let full = disk.segments.used() >= disk.segments.capacity();
+        let replaced = self.victim(Tier::Disk).filter(|_| full && self.config.policy == Policy::TinyLfu);
+        replaced.is_none_or(|replaced| uses > self.sketch.count(replaced))
+    }
+
+    /// Begins to write a block. False: there is no room on disk now.
+    fn demote(&mut self, name: BlockName) -> bool {
+        let Some(copy) = self.index.get(name).and_then(|node| node.host.as_ref()) else { return false };
+        let (slot, block) = (copy.slot, copy.block.clone());
+        while self.disk.as_ref().is_some_and(|disk| disk.segments.used() >= disk.segments.capacity()) {
+            let Some(victim) = self.victim(Tier::Disk) else { return false };
+            self.evict(victim, Tier::Disk);
+        }
+        let place = self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Demoted));
+        let Some(place) = place else { return false };
+        self.slots.hold(slot);
+        self.index.update(name, |node| {
+            if let Some(copy) = &mut node.host {
+                copy.writing = true;
+            }
+        });
+        self.write(block, place, slot, None);
+        true
+    }
+
+    /// A block's write has ended.
+    pub(super) fn demoted(&mut self, name: BlockName, slot: Slot) {
+        let busy = self.slots.release(slot) > 1;
+        self.index.update(name, |node| {
+            if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {
+                (copy.writing, copy.busy) = (false, busy);
+            }
+        });
+    }
+}

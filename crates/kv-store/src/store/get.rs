@@ -1,0 +1,181 @@
+//! Blocks that are wanted.
+
+use baton_kv_cache::BlockName;
+
+use super::{Flight, Store, Waiting};
+use crate::{Block, BlockKey, Effect, Expect, Job, Miss, Place, ReadError, Slot, Ticket, Tier};
+
+impl Store {
+    pub(super) fn get(&mut self, ticket: Ticket, wanted: BlockKey) {
+        if let Err(why) = self.try_get(ticket, wanted) {
+            self.miss(ticket, why);
+        }
+    }
+
+    fn try_get(&mut self, ticket: Ticket, wanted: BlockKey) -> Result<(), Miss> {
+        let node = self.index.get(wanted.name).ok_or(Miss::Absent)?;
+        if self.waiting.contains_key(&ticket) || self.waiting.len() >= self.config.limits.tickets as usize {
+            return Err(Miss::Busy);
+        }
+        if let Some(copy) = &node.host {
+            copy.block.key.serves(&wanted).map_err(|_| Miss::Differs)?;
+            let (slot, block) = (copy.slot, copy.block.clone());
+            self.index.touch(wanted.name);
+            self.hand_out(ticket, slot, block, Tier::Host);
+            return Ok(());
+        }
+        if wanted.groups & !node.groups != 0 {
+            return Err(Miss::Differs);
+        }
+        let place = node.disk.ok_or(Miss::Absent)?;
+        let job = match self.reading.get(&wanted.name) {
+            Some(job) => *job,
+            None => self.read_up(&wanted, place)?,
+        };
+        if let Some(Flight::Get { tickets, .. }) = self.flights.get_mut(&job) {
+            tickets.push(ticket);
+            self.waiting.insert(ticket, Waiting::Read { job, wanted });
+        }
+        Ok(())
+    }
+
+    /// Begins to read a block from disk into host memory.
+    fn read_up(&mut self, wanted: &BlockKey, place: Place) -> Result<Job, Miss> {
+        let name = wanted.name;
+        if self.reading.len() >= self.config.limits.reads as usize {
+            return Err(Miss::Busy);
+        }
+        let slot = self.slot().ok_or(Miss::Busy)?;
+        let job = self.fly(Flight::Get { name, place, slot, tickets: Vec::new() });
+        self.reading.insert(name, job);
+        self.read_record(job, place, slot, name);
+        Ok(job)
+    }
+
+    pub(super) fn read_record(&mut self, job: Job, place: Place, into: Slot, name: BlockName) {
+        if let Some(disk) = &mut self.disk {
+            disk.segments.read_begins(place);
+        }
+        let expect = Expect { identity: self.config.identity, place, name };
+        self.effects.push_back(Effect::Read { job, place, into, expect });
+    }
+
+    pub(super) fn read(&mut self, job: Job, result: Result<Block, ReadError>) {
+        if !matches!(self.flights.get(&job), Some(Flight::Get { .. } | Flight::Move { .. })) {
+            return;
+        }
+        match self.flights.remove(&job) {
+            Some(Flight::Get { name, place, slot, tickets }) => {
+                self.read_ended(name, place, &result);
+                self.reading.remove(&name);
+                self.come_up(slot, tickets, result);
+            }
+            Some(Flight::Move { name, place, slot }) => {
+                self.read_ended(name, place, &result);
+                self.moved_up(name, place, slot, result.ok());
+            }
+            _ => {}
+        }
+    }
+
+    /// Accounts for a read. What cannot be read, or is not what it should be, is forgotten.
+    fn read_ended(&mut self, name: BlockName, place: Place, result: &Result<Block, ReadError>) {
+        if let Some(disk) = &mut self.disk {
+            disk.segments.read_ended(place);
+        }
+        self.counters.read_bytes += self.config.shape.stride() as u64;
+        match result {
+            Ok(_) => return,
+            Err(ReadError::Mismatch(_)) => self.counters.verify_failures[Tier::Disk as usize] += 1,
+            Err(ReadError::Io) => self.counters.disk_errors += 1,
+        }
+        if self.index.get(name).is_some_and(|node| node.disk == Some(place)) {
+            self.drop_copy(name, Tier::Disk);
+        }
+    }
+
+    /// Hands a block that was read to those who wait for it.
+    fn come_up(&mut self, slot: Slot, tickets: Vec<Ticket>, result: Result<Block, ReadError>) {
+        let block = match result {
+            Ok(block) => block,
+            Err(error) => {
+                self.slots.release(slot);
+                let why = match error {
+                    ReadError::Io => Miss::Failed,
+                    ReadError::Mismatch(_) => Miss::Damaged,
+                };
+                for ticket in tickets {
+                    self.waiting.remove(&ticket);
+                    self.miss(ticket, why);
+                }
+                return;
+            }
+        };
+        let name = block.key.name;
+        self.keep(block.clone(), slot);
+        for ticket in tickets {
+            let Some(Waiting::Read { wanted, .. }) = self.waiting.remove(&ticket) else { continue };
+            let copy = self.index.get(name).and_then(|node| node.host.as_ref());
+            let found = copy.filter(|copy| copy.block.key.serves(&wanted).is_ok());
+            match found.map(|copy| (copy.slot, copy.block.clone())) {
+                Some((slot, block)) => self.hand_out(ticket, slot, block, Tier::Disk),
+                None => self.miss(ticket, Miss::Differs),
+            }
+        }
+    }
+
+    fn hand_out(&mut self, ticket: Ticket, slot: Slot, block: Block, tier: Tier) {
+        let name = block.key.name;
+        self.slots.hold(slot);
+        self.set_busy(name, slot, true);
+        self.waiting.insert(ticket, Waiting::Lease { slot, name });
+        self.counters.hit_tokens[tier as usize] += block.key.tokens.len() as u64;
+        let parts = self.config.shape.parts(block.key.groups);
+        self.counters.hit_bytes[tier as usize] += parts.map(|part| part.range.len() as u64).sum::<u64>();
+        self.effects.push_back(Effect::Ready(ticket, slot, block, tier));
+    }
+
+    pub(super) fn done(&mut self, ticket: Ticket, verified: bool) {
+        if !matches!(self.waiting.get(&ticket), Some(Waiting::Lease { .. })) {
+            return;
+        }
+        let Some(Waiting::Lease { slot, name }) = self.waiting.remove(&ticket) else { return };
+        let uses = self.slots.release(slot);
+        // One use is that of the index.
+        self.set_busy(name, slot, uses > 1);
+        if !verified {
+            self.counters.verify_failures[Tier::Host as usize] += 1;
+            let same = |node: &crate::index::Node| node.host.as_ref().is_some_and(|copy| copy.slot == slot);
+            if self.index.get(name).is_some_and(same) {
+                self.drop_copy(name, Tier::Host);
+            }
+        }
+    }
+
+    pub(super) fn set_busy(&mut self, name: BlockName, slot: Slot, busy: bool) {
+        self.index.update(name, |node| {
+            if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {
+                copy.busy = busy;
+            }
+        });
+    }
+
+    pub(super) fn cancel(&mut self, ticket: Ticket) {
+        match self.waiting.get(&ticket) {
+            Some(Waiting::Read { job, .. }) => {
+                if let Some(Flight::Get { tickets, .. }) = self.flights.get_mut(job) {
+                    tickets.retain(|waiting| *waiting != ticket);
+                }
+                self.waiting.remove(&ticket);
+            }
+            Some(Waiting::Lease { .. }) => self.done(ticket, true),
+            Some(Waiting::Fill { .. }) => self.filled(ticket, None),
+            None => {}
+        }
+    }
+
+    fn miss(&mut self, ticket: Ticket, why: Miss) {
+        self.counters.missed[why as usize] += 1;
+        self.effects.push_back(Effect::Missed(ticket, why));
+    }
+}

@@ -1,0 +1,272 @@
+//! The store: tiers, what is in flight between them, and who waits for it.
+
+mod demote;
+mod disk;
+mod get;
+mod put;
+mod reclaim;
+mod recover;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use baton_kv_cache::BlockName;
+use baton_types::Time;
+
+use crate::config::MOVING;
+use crate::index::Index;
+use crate::segments::Segments;
+use crate::slots::Slots;
+use crate::{
+    Block, BlockKey, Counters, Effect, Input, Job, Place, Policy, Reason, Sketch, Slot, StoreConfig, StoreError,
+    Ticket, Tier,
+};
+
+use disk::Pause;
+use reclaim::Reclaim;
+use recover::Recovery;
+
+/// Of so many blocks that were least recently used, [`Policy::Sketch`] evicts the one that was asked for least often.
+const OLDEST: usize = 16;
+
+/// Who waits for what.
+#[derive(Debug)]
+enum Waiting {
+    /// A slot is being filled.
+    Fill { slot: Slot, key: BlockKey },
+    /// A read is in flight.
+    Read { job: Job, wanted: BlockKey },
+    /// A slot is being read.
+    Lease { slot: Slot, name: BlockName },
+}
+
+/// What the disk is doing.
+#[derive(Debug)]
+enum Flight {
+    /// A block comes up.
+    Get { name: BlockName, place: Place, slot: Slot, tickets: Vec<Ticket> },
+    /// A block that moves is read.
+    Move { name: BlockName, place: Place, slot: Slot },
+    /// A block is written; it moves from `old`, if it was on disk before.
+    Write { block: Block, place: Place, slot: Slot, old: Option<Place> },
+}
+
+/// The disk tier.
+#[derive(Debug)]
+struct Disk {
+    segments: Segments,
+    recovery: Recovery,
+    reclaim: Option<Reclaim>,
+    pause: Pause,
+    /// Slots kept for blocks that move.
+    moving: Vec<Slot>,
+    writes: u32,
+}
+
+/// The state of a store. See the crate's documentation.
+#[derive(Debug)]
+pub struct Store {
+    config: StoreConfig,
+    index: Index,
+    slots: Slots,
+    sketch: Sketch,
+    disk: Option<Disk>,
+    waiting: BTreeMap<Ticket, Waiting>,
+    /// Blocks being filled, and blocks being read from disk.
+    filling: BTreeMap<BlockName, Ticket>,
+    reading: BTreeMap<BlockName, Job>,
+    flights: BTreeMap<Job, Flight>,
+    next_job: Job,
+    effects: VecDeque<Effect>,
+    counters: Counters,
+    now: Time,
+}
+
+impl Store {
+    /// A store with nothing in host memory. Its first effects scan the disk; until all is scanned, nothing is written.
+    pub fn new(config: StoreConfig) -> Result<Store, StoreError> {
+        config.check()?;
+        let mut slots = Slots::new(config.slots);
+        let disk = match config.disk {
+            Some(size) => Some(Disk {
+                segments: Segments::new(size.segments, size.records)?,
+                recovery: Recovery::new(size.segments),
+                reclaim: None,
+                pause: Pause::default(),
+                moving: (0..MOVING).filter_map(|_| slots.take()).collect(),
+                writes: 0,
+            }),
+            None => None,
+        };
+        let records = config.disk.map_or(0, |disk| u64::from(disk.segments) * u64::from(disk.records));
+        let blocks = records + u64::from(config.slots);
+        let mut store = Store {
+            index: Index::new(config.policy),
+            slots,
+            sketch: Sketch::new(config.sample.unwrap_or(10 * blocks)),
+            disk,
+            waiting: BTreeMap::new(),
+            filling: BTreeMap::new(),
+            reading: BTreeMap::new(),
+            flights: BTreeMap::new(),
+            next_job: 0,
+            effects: VecDeque::new(),
+            counters: Counters::default(),
+            now: Time::default(),
+            config,
+        };
+        store.scan_on();
+        Ok(store)
+    }
+
+    /// Takes in what happened. Answers to what nobody waits for are ignored.
+    pub fn feed(&mut self, input: Input, now: Time) {
+        self.now = self.now.max(now);
+        match input {
+            Input::Seen(names) => names.into_iter().for_each(|name| self.sketch.add(name)),
+            Input::Put(ticket, key) => self.put(ticket, key),
+            Input::Filled(ticket, digests) => self.filled(ticket, digests),
+            Input::Get(ticket, wanted) => self.get(ticket, wanted),
+            Input::Done(ticket, verified) => self.done(ticket, verified),
+            Input::Cancel(ticket) => self.cancel(ticket),
+            Input::Pin(name) => self.pin(name, true),
+            Input::Unpin(name) => self.pin(name, false),
+            Input::Read(job, result) => self.read(job, result),
+            Input::Written(job, ok) => self.written(job, ok),
+            Input::Scanned(segment, heads) => self.scanned(segment, heads),
+            Input::Tick => {}
+        }
+        self.reclaim_on();
+        self.demote_on();
+    }
+
+    /// The next thing to be done.
+    pub fn next_effect(&mut self) -> Option<Effect> {
+        self.effects.pop_front()
+    }
+
+    /// The fastest tier that has a block. Whether its tokens are those that are wanted shows when it is read.
+    pub fn tier(&self, name: BlockName) -> Option<Tier> {
+        let node = self.index.get(name)?;
+        Some(if node.host.is_some() { Tier::Host } else { Tier::Disk })
+    }
+
+    /// How many leading blocks of a prompt are held, and in which tier each is.
+    pub fn held(&self, prompt: &[BlockName]) -> Vec<Tier> {
+        prompt.iter().map_while(|name| self.tier(*name)).collect()
+    }
+
+    /// Every block in every tier: what somebody who has missed events has to know.
+    pub fn snapshot(&self) -> impl Iterator<Item = (BlockName, Tier)> {
+        self.index.all().flat_map(|(name, node)| {
+            let tiers = [node.host.as_ref().map(|_| Tier::Host), node.disk.map(|_| Tier::Disk)];
+            tiers.into_iter().flatten().map(move |tier| (name, tier))
+        })
+    }
+
+    /// Number of blocks in a tier.
+    pub fn blocks(&self, tier: Tier) -> u64 {
+        self.index.held(tier)
+    }
+
+    /// What was done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &StoreConfig {
+        &self.config
+    }
+
+    /// Whether the whole disk was scanned.
+    pub fn recovered(&self) -> bool {
+        self.disk.as_ref().is_none_or(|disk| disk.segments.known())
+    }
+
+    /// Whether the disk has nothing to do.
+    pub fn idle(&self) -> bool {
+        self.recovered() && self.flights.is_empty()
+    }
+
+    /// Checks all accounts (I6), in time linear in the blocks.
+    pub fn check(&self) -> Result<(), StoreError> {
+        self.index.check()?;
+        let held = self.index.all().filter_map(|(_, node)| Some(node.host.as_ref()?.slot));
+        let waiting = self.waiting.values().filter_map(|waiting| match waiting {
+            Waiting::Fill { slot, .. } | Waiting::Lease { slot, .. } => Some(*slot),
+            Waiting::Read { .. } => None,
+        });
+        let flights = self.flights.values().map(|flight| match flight {
+            Flight::Get { slot, .. } | Flight::Move { slot, .. } | Flight::Write { slot, .. } => *slot,
+        });
+        let moving = self.disk.iter().flat_map(|disk| disk.moving.iter().copied());
+        self.slots.check(held.chain(waiting).chain(flights).chain(moving))?;
+        let Some(disk) = &self.disk else { return Ok(()) };
+        disk.segments.check(self.index.all().filter_map(|(name, node)| Some((name, node.disk?))))
+    }
+
+    fn pin(&mut self, name: BlockName, pinned: bool) {
+        if !pinned || self.index.pinned < self.config.limits.pinned {
+            self.index.update(name, |node| node.pinned = pinned);
+        }
+    }
+
+    fn fly(&mut self, flight: Flight) -> Job {
+        self.next_job += 1;
+        self.flights.insert(self.next_job, flight);
+        self.next_job
+    }
+
+    /// A slot for a new block. Evicts a block if none is free.
+    fn slot(&mut self) -> Option<Slot> {
+        while self.slots.free() == 0 {
+            let name = self.victim(Tier::Host)?;
+            self.counters.overrun += u64::from(self.worth_writing(name));
+            self.evict(name, Tier::Host);
+        }
+        self.slots.take()
+    }
+
+    /// The block that a tier evicts next.
+    fn victim(&self, tier: Tier) -> Option<BlockName> {
+        let mut oldest = self.index.victims(tier);
+        match self.config.policy {
+            Policy::Sketch => oldest.take(OLDEST).min_by_key(|name| self.sketch.count(*name)),
+            Policy::Lru | Policy::Lfu | Policy::TinyLfu => oldest.next(),
+        }
+    }
+
+    /// Evicts a block that [`Store::victim`] has named.
+    fn evict(&mut self, name: BlockName, tier: Tier) {
+        if let Some(node) = self.index.get(name) {
+            let usage = node.usage;
+            self.index.ranking.evicted(&usage);
+        }
+        self.counters.evicted[tier as usize] += 1;
+        self.drop_copy(name, tier);
+    }
+
+    /// Drops a block's copy in a tier. Its slot is free when nobody uses it any more.
+    fn drop_copy(&mut self, name: BlockName, tier: Tier) {
+        let (mut slot, mut place) = (None, None);
+        self.index.update(name, |node| match tier {
+            Tier::Host => slot = node.host.take().map(|copy| copy.slot),
+            Tier::Disk => place = node.disk.take(),
+        });
+        if let Some(slot) = slot {
+            self.slots.release(slot);
+        }
+        if let (Some(place), Some(disk)) = (place, &mut self.disk) {
+            disk.segments.dead(place);
+        }
+        if slot.is_some() || place.is_some() {
+            self.effects.push_back(Effect::Removed(name, tier));
+        }
+    }
+
+    fn count_written(&mut self, why: Reason) {
+        self.counters.written_bytes[why as usize] += self.config.shape.stride() as u64;
+    }
+}

@@ -1,0 +1,78 @@
+//! Blocks that come from a pool.
+
+use std::sync::Arc;
+
+use super::{Store, Waiting};
+use crate::index::{HostCopy, Node, Usage};
+use crate::{Block, BlockKey, Decline, Effect, Slot, Ticket, Tier};
+
+impl Store {
+    pub(super) fn put(&mut self, ticket: Ticket, key: BlockKey) {
+        match self.place_for(ticket, &key) {
+            Ok(slot) => {
+                self.filling.insert(key.name, ticket);
+                self.waiting.insert(ticket, Waiting::Fill { slot, key });
+                self.effects.push_back(Effect::Fill(ticket, slot));
+            }
+            Err(why) => {
+                self.counters.declined[why as usize] += 1;
+                self.effects.push_back(Effect::Declined(ticket, why));
+            }
+        }
+    }
+
+    fn place_for(&mut self, ticket: Ticket, key: &BlockKey) -> Result<Slot, Decline> {
+        if self.waiting.contains_key(&ticket) || self.waiting.len() >= self.config.limits.tickets as usize {
+            return Err(Decline::Busy);
+        }
+        if self.filling.contains_key(&key.name) || self.reading.contains_key(&key.name) {
+            return Err(Decline::Held);
+        }
+        if let Some(node) = self.index.get(key.name) {
+            if node.host.is_some() && key.groups & !node.groups == 0 {
+                self.index.touch(key.name);
+                return Err(Decline::Held);
+            }
+            if key.groups & !node.groups != 0 {
+                // It has more layer groups than what is stored, which it replaces.
+                if node.host.as_ref().is_some_and(|copy| copy.writing) {
+                    return Err(Decline::Busy);
+                }
+                Tier::ALL.into_iter().for_each(|tier| self.drop_copy(key.name, tier));
+            }
+        }
+        self.slot().ok_or(Decline::Busy)
+    }
+
+    pub(super) fn filled(&mut self, ticket: Ticket, digests: Option<Arc<[u64]>>) {
+        let Some(Waiting::Fill { slot, key }) = self.waiting.get(&ticket) else { return };
+        let (slot, key) = (*slot, key.clone());
+        self.waiting.remove(&ticket);
+        self.filling.remove(&key.name);
+        let parts = self.config.shape.parts(key.groups).count();
+        match digests.filter(|digests| digests.len() == parts) {
+            Some(digests) => self.keep(Block { key, digests }, slot),
+            None => drop(self.slots.release(slot)),
+        }
+    }
+
+    /// Enters the block in this slot into the index. The slot's use becomes that of the index.
+    pub(super) fn keep(&mut self, block: Block, slot: Slot) {
+        let (name, parent, groups) = (block.key.name, block.key.parent, block.key.groups);
+        // Of two copies the later one is dropped: somebody may be reading the other.
+        if self.index.get(name).is_some_and(|node| node.host.is_some()) {
+            self.slots.release(slot);
+            return;
+        }
+        let copy = HostCopy { slot, block, busy: false, writing: false };
+        self.index.change(
+            name,
+            || Node::new(parent, groups, Usage::default()),
+            |node, ranking| {
+                node.host = Some(copy);
+                ranking.used(&mut node.usage);
+            },
+        );
+        self.effects.push_back(Effect::Stored(name, Tier::Host));
+    }
+}

@@ -1,0 +1,5 @@
+mod bounds;
+mod crashes;
+mod disk;
+mod flow;
+mod rig;

@@ -1,0 +1,48 @@
+//! Why a store cannot be opened. Once it is open, whatever fails is a miss.
+
+use std::path::PathBuf;
+
+use baton_kv_store::StoreError;
+use baton_types::{BatonError, ErrorKind};
+
+/// A store cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Settings that cannot work.
+    #[error(transparent)]
+    Settings(#[from] StoreError),
+    /// The directory of the disk tier cannot be used.
+    #[error("KV store: cannot {doing} {}: {cause}; give a directory that this process may write to", path.display())]
+    Directory {
+        /// What was tried.
+        doing: &'static str,
+        /// With which path.
+        path: PathBuf,
+        /// What came of it.
+        cause: std::io::Error,
+    },
+    /// Another process uses the directory.
+    #[error("KV store: {} is used by another process; give each worker a directory of its own", path.display())]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Memory or a thread cannot be had.
+    #[error("KV store: cannot {doing}: {cause}; give the host tier less memory")]
+    Host {
+        /// What was tried.
+        doing: &'static str,
+        /// What came of it.
+        cause: std::io::Error,
+    },
+}
+
+impl BatonError for OpenError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            OpenError::Settings(error) => error.kind(),
+            OpenError::Directory { .. } | OpenError::InUse { .. } => ErrorKind::InvalidArgument,
+            OpenError::Host { .. } => ErrorKind::ResourceExhausted,
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! The store over real files, and over disks that fail.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+mod disks;
+mod files;
+mod killed;
+mod sharing;

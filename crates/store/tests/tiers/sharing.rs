@@ -1,0 +1,114 @@
+//! Many who use a store at once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+
+use std::time::Instant;
+
+use baton_kv_store::testing::data;
+use baton_kv_store::{Miss, Tier};
+use baton_store::{Event, Got, KvStore, Settings};
+use baton_types::testing::Random;
+
+use crate::common::{LONG, config, get, key_of, on_disk, open, put, put_all};
+
+#[test]
+fn threads_that_put_and_get_the_same_blocks_get_the_right_ones() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), config(24));
+    let found = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..6 {
+            let (store, found) = (&store, &found);
+            scope.spawn(move || {
+                let mut random = Random(thread);
+                for _ in 0..3000 {
+                    let number = random.below(120) as u32;
+                    match random.chance(500) {
+                        true => drop(put(store, number)),
+                        false => match get(store, number) {
+                            Ok(_) => {
+                                found.fetch_add(1, SeqCst);
+                            }
+                            Err(why) => assert!(matches!(why, Miss::Absent | Miss::Busy), "{why}"),
+                        },
+                    }
+                }
+            });
+        }
+    });
+    assert!(store.settled(LONG));
+    store.check().unwrap();
+    let counters = store.counters();
+    assert!(found.into_inner() > 3000 && counters.hit_tokens[Tier::Disk as usize] > 0);
+    assert_eq!((counters.verify_failures, counters.disk_errors), ([0, 0], 0));
+}
+
+#[test]
+fn events_tell_what_is_held() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), config(16));
+    let mut held = std::collections::BTreeSet::new();
+    for round in 0..5 {
+        put_all(&store, round * 20..round * 20 + 20);
+        for event in store.events() {
+            match event {
+                Event::Stored(name, tier) => assert!(held.insert((name, tier))),
+                Event::Removed(name, tier) => assert!(held.remove(&(name, tier))),
+                Event::Gap => panic!("so few events are not lost"),
+            }
+        }
+        assert_eq!(held.iter().copied().collect::<Vec<_>>(), {
+            let mut all = store.snapshot();
+            all.sort_unstable();
+            all
+        });
+    }
+}
+
+#[test]
+fn who_waits_is_woken_and_a_part_can_be_read_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let woken = Arc::new(AtomicU32::new(0));
+    let count = woken.clone();
+    let settings = Settings { config: config(16), directory: directory.path().to_owned(), threads: 2 };
+    let store = KvStore::open(
+        settings,
+        Some(Box::new(move || {
+            count.fetch_add(1, SeqCst);
+        })),
+    )
+    .unwrap();
+    assert!(store.settled(LONG));
+    put_all(&store, 0..40);
+    let number = on_disk(&store, 0..40)[0];
+    let before = woken.load(SeqCst);
+    let Got::Pending(mut pending) = store.get(key_of(number)) else { panic!("it is on disk") };
+    let mut reading = pending.wait(LONG).unwrap().unwrap();
+    // The answer may be there a little before the call.
+    let begun = Instant::now();
+    while woken.load(SeqCst) == before {
+        assert!(begun.elapsed() < LONG, "nobody was woken");
+        std::thread::yield_now();
+    }
+    let parts: Vec<_> = store.shape().parts(0b11).collect();
+    let mut part = vec![0; parts[2].range.len()];
+    reading.copy_part(2, &mut part).unwrap();
+    assert_eq!(part, data(store.shape(), number)[parts[2].range.clone()]);
+    assert!(reading.copy_part(3, &mut part).is_err(), "there are three");
+    // What somebody else found damaged is gone.
+    reading.damaged();
+    assert_eq!(store.counters().verify_failures, [1, 0]);
+    assert_eq!(get(&store, number), Ok(Tier::Disk), "the disk's copy is still there");
+}
+
+#[test]
+fn a_filling_that_is_dropped_is_no_block() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), config(16));
+    let mut filling = store.put(key_of(1)).unwrap();
+    filling.data().fill(7);
+    drop(filling);
+    assert_eq!(get(&store, 1), Err(Miss::Absent));
+    store.check().unwrap();
+}
