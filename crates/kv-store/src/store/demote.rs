@@ -3,7 +3,11 @@
 use baton_kv_cache::BlockName;
 
 use super::Store;
+use crate::index::HostCopy;
 use crate::{Policy, Reason, Slot, Tier};
+
+/// Most blocks that wait to be written ahead (I5).
+const MOST_AHEAD: usize = 1 << 16;
 
 impl Store {
     /// Sees to it that a few slots are free, so that a put never waits for the disk. Evicts what is on disk or not worth a write, and begins to
@@ -23,6 +27,28 @@ impl Store {
                 self.counters.not_admitted += u64::from(lost);
                 self.evict(name, Tier::Host);
             } else if !self.demote(name) {
+                return;
+            }
+        }
+    }
+
+    /// Remembers a block in host memory that may be worth a write.
+    pub(super) fn look_at(&mut self, name: BlockName) {
+        if self.ahead.len() < MOST_AHEAD && self.worth_writing(name) {
+            self.ahead.push_back(name);
+        }
+    }
+
+    /// Writes what is worth it while the disk has nothing else to write, so that it is there after a crash too, and its slot is free the moment that it is
+    /// needed. Nothing is evicted for it.
+    pub(super) fn write_ahead(&mut self) {
+        while self.may_write()
+            && self.disk.as_ref().is_some_and(|disk| disk.segments.used() < disk.segments.capacity())
+            && let Some(name) = self.ahead.pop_front()
+        {
+            let waits = |copy: &HostCopy| !copy.writing;
+            let here = self.index.get(name).and_then(|node| node.host.as_ref()).is_some_and(waits);
+            if here && self.worth_writing(name) && !self.demote(name) {
                 return;
             }
         }

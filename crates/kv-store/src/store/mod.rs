@@ -79,6 +79,8 @@ pub struct Store {
     flights: BTreeMap<Job, Flight>,
     next_job: Job,
     effects: VecDeque<Effect>,
+    /// Blocks that may be worth a write before host memory needs their slots.
+    ahead: VecDeque<BlockName>,
     counters: Counters,
     now: Time,
 }
@@ -112,6 +114,7 @@ impl Store {
             flights: BTreeMap::new(),
             next_job: 0,
             effects: VecDeque::new(),
+            ahead: VecDeque::new(),
             counters: Counters::default(),
             now: Time::default(),
             config,
@@ -124,7 +127,10 @@ impl Store {
     pub fn feed(&mut self, input: Input, now: Time) {
         self.now = self.now.max(now);
         match input {
-            Input::Seen(names) => names.into_iter().for_each(|name| self.sketch.add(name)),
+            Input::Seen(names) => names.into_iter().for_each(|name| {
+                self.sketch.add(name);
+                self.look_at(name);
+            }),
             Input::Put(ticket, key) => self.put(ticket, key),
             Input::Filled(ticket, digests) => self.filled(ticket, digests),
             Input::Get(ticket, wanted) => self.get(ticket, wanted),
@@ -139,6 +145,7 @@ impl Store {
         }
         self.reclaim_on();
         self.demote_on();
+        self.write_ahead();
     }
 
     /// The next thing to be done.

@@ -74,5 +74,6 @@ impl Store {
             },
         );
         self.effects.push_back(Effect::Stored(name, Tier::Host));
+        self.look_at(name);
     }
 }

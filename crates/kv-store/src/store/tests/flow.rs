@@ -135,6 +135,29 @@ fn what_was_seen_once_is_not_written() {
     assert!(rig.store.counters().not_admitted > 5);
 }
 
+/// What comes again and again is on disk before its slot is needed, and so outlives a crash.
+#[test]
+fn what_was_seen_twice_is_written_ahead() {
+    for seen_before in [true, false] {
+        let config = StoreConfig { min_uses: 2, ..config(40) };
+        let mut rig = begun(config.clone());
+        let see = |rig: &mut Rig, times: usize| {
+            (0..times).for_each(|_| rig.feed(Input::Seen((0..12).map(|number| key_of(number * 5).name).collect())))
+        };
+        see(&mut rig, if seen_before { 2 } else { 1 });
+        (0..12).for_each(|number| assert!(rig.put(number * 5)));
+        rig.put(100);
+        rig.settle();
+        see(&mut rig, usize::from(!seen_before));
+        rig.settle();
+        assert!((0..12).all(|number| rig.on_disk(number * 5)) && !rig.on_disk(100), "seen before: {seen_before}");
+        assert_eq!(rig.fetch(0), Ok(Tier::Host), "and it stays where it is");
+        let mut again = rig.again(config, true);
+        again.settle();
+        assert_eq!(again.fetch(0), Ok(Tier::Disk));
+    }
+}
+
 /// A full disk keeps what is asked for often, and not what came last.
 #[test]
 fn by_the_sketch_a_block_that_is_wanted_often_outlives_those_that_came_after_it() {
