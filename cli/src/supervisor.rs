@@ -70,6 +70,8 @@ struct Process {
     leaving: Option<Leaving>,
     /// The GPUs that it computes on, if on any.
     gpus: Option<Gpus>,
+    /// No other process of its kind has the same number.
+    number: usize,
 }
 
 /// How a process goes that is to be drained.
@@ -99,6 +101,8 @@ pub struct Supervisor {
     processes: Vec<Process>,
     /// Per kind: short lives in a row, and the earliest time of the next start.
     short_lives: BTreeMap<Kind, (u32, tokio::time::Instant)>,
+    /// Where workers keep KV on disk, each in a folder of its own.
+    kv_disk: Option<PathBuf>,
     /// The cluster has been ready. From then on a worker that keeps dying is restarted again and again, after growing waits.
     settled: bool,
     pending: Vec<Request>,
@@ -119,6 +123,7 @@ impl Supervisor {
             wanted: BTreeMap::new(),
             processes: Vec::new(),
             short_lives: BTreeMap::new(),
+            kv_disk: None,
             settled: false,
             pending: Vec::new(),
             views: tokio::sync::watch::channel(Default::default()).1,
@@ -142,6 +147,17 @@ impl Supervisor {
         devices.pick(&taken, *ranks).map(Some)
     }
 
+    /// Workers keep KV below this folder from now on. A worker that takes another's place takes its folder, and finds the KV there.
+    pub fn keep_kv_in(&mut self, folder: PathBuf) {
+        self.kv_disk = Some(folder);
+    }
+
+    /// The least number that no process of this kind has.
+    fn free_number(&self, kind: Kind) -> usize {
+        let taken = |number: &usize| self.processes.iter().any(|p| p.kind == kind && p.number == *number);
+        (0..).find(|number| !taken(number)).unwrap_or_default()
+    }
+
     /// Sets how many processes of a kind should run.
     pub fn scale(&mut self, kind: Kind, count: usize) {
         self.wanted.insert(kind, count);
@@ -161,6 +177,10 @@ impl Supervisor {
     fn start(&mut self, kind: Kind, gpus: Option<Gpus>) -> anyhow::Result<()> {
         let mut command = std::process::Command::new(&self.program);
         command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
+        let number = self.free_number(kind);
+        if let Some(folder) = self.kv_disk.as_ref().filter(|_| kind != Kind::Router) {
+            command.arg("--kv-disk").arg(folder.join(format!("{}-{number}", kind.name())));
+        }
         if let Some(gpus) = &gpus {
             command.args(["--first-gpu".to_owned(), gpus.start.to_string()]);
         }
@@ -180,6 +200,7 @@ impl Supervisor {
             stopping: false,
             leaving: None,
             gpus,
+            number,
         });
         Ok(())
     }

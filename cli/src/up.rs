@@ -68,6 +68,13 @@ baton_runtime::config! {
         attention_sinks: u32 = 4,
         /// Host memory of each worker for the KV of preempted sequences; 0B: their KV is computed again.
         swap_bytes: Bytes = Bytes(0),
+        /// Host memory of all workers together for KV that their pools have no room for, each an equal part; 0B: none (docs/kv-store.md).
+        kv_host: Bytes = Bytes(0),
+        /// Folder for KV that host memory has no room for, on a local disk; each worker has a folder of its own in it. The next `baton up` finds
+        /// the KV there. Needs kv_host.
+        kv_disk: Option<PathBuf> = None,
+        /// Most space that KV takes in kv_disk, of all workers together, each an equal part.
+        kv_disk_size: Bytes = Bytes::gib(10),
         /// Device that workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
         /// Device that prefill workers compute on, if different. KV of one device is not bit for bit that of another, so all prompts then
@@ -132,6 +139,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
         process.tasks.spawn("certificates", tls.clone().watch(shutdown.clone()));
     }
     let mut supervisor = Supervisor::new(program, tls);
+    config.kv_disk.clone().into_iter().for_each(|folder| supervisor.keep_kv_in(folder));
     let insecure = config.insecure_internal.then(|| "--insecure-internal".to_owned());
     let files = |role| certs.iter().flat_map(move |folder| certs::flags(folder, role)).chain(insecure.clone());
     let mut router = router_args(&config, admin);
@@ -270,6 +278,9 @@ fn worker_args(
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));
     args.extend(flag("swap-bytes", config.swap_bytes));
+    let part = |all: Bytes| Bytes(all.0 / u64::from(config.prefill + config.decode).max(1));
+    args.extend(flag("kv-host", part(config.kv_host)));
+    args.extend(flag("kv-disk-size", part(config.kv_disk_size)));
     args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));

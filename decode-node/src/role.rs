@@ -43,6 +43,13 @@ impl Shell for DecodeShell {
     type Role = Decode;
     type Command = Message;
 
+    fn brings(message: &Message) -> Option<&NewSequence> {
+        match message {
+            Message::Generate { new, .. } => Some(new),
+            _ => None,
+        }
+    }
+
     fn command(&mut self, message: Message) -> Command {
         match message {
             Message::Generate { new, stream, accepted } => {

@@ -81,6 +81,13 @@ impl Shell for PrefillShell {
     type Role = Prefill;
     type Command = Message;
 
+    fn brings(message: &Message) -> Option<&NewSequence> {
+        match message {
+            Message::Run { new, .. } => Some(new),
+            _ => None,
+        }
+    }
+
     fn command(&mut self, message: Message) -> Command {
         match message {
             Message::Run { new, handoff, stream, accepted } => {

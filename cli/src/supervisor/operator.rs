@@ -261,6 +261,7 @@ mod tests {
             stopping: false,
             leaving: None,
             gpus: None,
+            number: 0,
         });
         pid
     }

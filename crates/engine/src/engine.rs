@@ -12,7 +12,10 @@ use crate::config::AGED;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
 use crate::share::{Share, Shares, Tags};
 use crate::swap::HostMemory;
-use crate::{BlockSwap, EngineConfig, EngineError, Event, NewSequence, Order, Row, Start, StepRow, Time};
+use crate::{BlockSwap, EngineConfig, EngineError, Event, Exchange, NewSequence, Order, Row, Start, StepRow, Time};
+
+/// Most ended sequences that are noted for who takes them (I5).
+const MOST_ENDED: usize = 256;
 
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,6 +61,8 @@ pub struct Engine {
     pub(crate) hit_tokens: u64,
     pub(crate) decoded: u64,
     pub(crate) decoded_wasted: u64,
+    /// Prompts and answers whose blocks an ended sequence left in the prefix cache, if somebody wants to know.
+    pub(crate) ended: Option<Vec<Exchange>>,
     /// First error of a block operation that should never fail; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
@@ -91,6 +96,7 @@ impl Engine {
             hit_tokens: 0,
             decoded: 0,
             decoded_wasted: 0,
+            ended: None,
             defect: None,
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
@@ -379,6 +385,17 @@ impl Engine {
         self.pools.take_changes()
     }
 
+    /// From now on notes which tokens ended sequences leave in the prefix cache, for [`Engine::take_ended`].
+    pub fn note_ended(&mut self) {
+        self.ended.get_or_insert_default();
+    }
+
+    /// Passes on the tokens of sequences that ended since the last call, as far as their KV was in the prefix cache then. Some are left out when there
+    /// are many (I5). Whoever moves them sets the deadline.
+    pub fn take_ended(&mut self) -> Vec<Exchange> {
+        self.ended.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
     /// Names of the blocks in the prefix cache, in no order.
     pub fn cached_blocks(&self) -> impl Iterator<Item = BlockName> {
         self.pools.block_names()
@@ -409,6 +426,7 @@ impl Engine {
         // KV that was to come back from host memory may be missing, so its blocks are not indexed.
         let complete = swapped.is_none();
         swapped.into_iter().for_each(|swapped| self.free_swapped(swapped));
+        let leaves = matches!(sequence.phase, Phase::Running(_) | Phase::Held(_)) && complete && !sequence.exchange;
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
                 self.waiting.remove(&sequence.turn);
@@ -437,6 +455,17 @@ impl Engine {
             Ok(Some(quarantine)) => drop(self.quarantine.insert(seq, quarantine)),
             Ok(None) => {}
             Err(error) => drop(self.defect.get_or_insert(error)),
+        }
+        if leaves && let (Some(ended), Some(prefix)) = (&mut self.ended, sequence.prefix) {
+            sequence.tokens.truncate(sequence.computed as usize + 1);
+            let (request_id, tokens) = (sequence.request_id.clone(), std::mem::take(&mut sequence.tokens));
+            // What still keeps it is the one who takes it.
+            ended.extend((ended.len() < MOST_ENDED).then_some(Exchange {
+                request_id,
+                tokens,
+                prefix,
+                deadline: Time(0),
+            }));
         }
         Some(sequence)
     }

@@ -119,6 +119,11 @@ impl Engine {
         self.pools.free(tables)
     }
 
+    /// Leading tokens of a prefix that are in the prefix cache.
+    pub fn here(&self, prefix: &Prefix, tokens: &[u32]) -> u32 {
+        self.pools.lookup(prefix, tokens).without_copy().tokens()
+    }
+
     /// Holds the blocks of a prefix for a transfer that reads them ([`Engine::tables`]), until [`Engine::release`], an abort or its deadline.
     ///
     /// # Errors

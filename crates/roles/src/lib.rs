@@ -32,6 +32,7 @@ mod scored;
 mod submit;
 #[cfg(test)]
 mod tests;
+pub mod tiers;
 mod todo;
 mod worker;
 

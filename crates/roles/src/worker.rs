@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, SwapRates, Time};
 use baton_handoff::TransferError;
-use baton_latency::{Backlog, StepModel};
+use baton_latency::{Backlog, StepModel, StepWork};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
 use crate::exchange::{self, Exchange};
@@ -18,6 +18,7 @@ use crate::launch::{Outgoing, StepLaunch};
 use crate::load::{Load, Recent, backlog, work};
 use crate::rate::PrefillRate;
 use crate::submit::Desk;
+use crate::tiers::{self, Tiers};
 use crate::todo::Todo;
 
 /// Longest time between two turns of a worker with nothing to compute: deadlines pass meanwhile.
@@ -48,6 +49,8 @@ pub enum Input<C> {
     Command(C),
     /// A command about prefixes that move between workers.
     Exchange(exchange::Command),
+    /// A command about blocks that move between the pool and the worker's store.
+    Tiers(tiers::Command),
     /// From now on it takes no new requests.
     Drain,
     /// The worker may begin the next step.
@@ -75,6 +78,8 @@ pub enum Effect<E> {
     Role(E),
     /// An effect of prefixes that move between workers.
     Exchange(exchange::Effect),
+    /// An effect of blocks that move between the pool and the worker's store.
+    Tiers(tiers::Effect),
     /// Launch this step.
     Launch(StepLaunch),
     /// Wait for the oldest step that was launched and not collected.
@@ -135,6 +140,7 @@ pub struct WorkerCore<R: RoleCore> {
     engine: Engine,
     role: R,
     exchange: Exchange,
+    tiers: Tiers,
     layout: Arc<KvLayout>,
     /// Most steps in flight.
     depth: usize,
@@ -153,6 +159,7 @@ pub struct WorkerCore<R: RoleCore> {
     events: Vec<Event>,
     role_effects: Vec<R::Effect>,
     exchange_effects: Vec<exchange::Effect>,
+    tier_effects: Vec<tiers::Effect>,
     todo: Todo<Effect<R::Effect>>,
 }
 
@@ -163,6 +170,7 @@ impl<R: RoleCore> WorkerCore<R> {
             engine,
             role,
             exchange: Exchange::new(lease),
+            tiers: Tiers::default(),
             layout,
             depth: if overlaps { 2 } else { 1 },
             in_flight: VecDeque::new(),
@@ -176,6 +184,7 @@ impl<R: RoleCore> WorkerCore<R> {
             events: Vec::new(),
             role_effects: Vec::new(),
             exchange_effects: Vec::new(),
+            tier_effects: Vec::new(),
             todo: Todo::new(),
         }
     }
@@ -204,6 +213,15 @@ impl<R: RoleCore> WorkerCore<R> {
             Input::Exchange(command) => {
                 let WorkerCore { engine, exchange, layout, events, exchange_effects, draining, .. } = self;
                 exchange.command(Desk { engine, events, draining: *draining }, layout, command, exchange_effects);
+                self.deliver(out);
+            }
+            Input::Tiers(command) => {
+                let (cost, step) = (self.steps.cost(), self.engine.config().token_budget);
+                let computes = |from: u32, to: u32| {
+                    cost.prompts(&StepWork::default().with_prompt(from.into(), to.into()), step.into())
+                };
+                let WorkerCore { engine, tiers, events, tier_effects, draining, .. } = self;
+                tiers.command(Desk { engine, events, draining: *draining }, command, computes, now, tier_effects);
                 self.deliver(out);
             }
             Input::Drain => self.draining = true,
@@ -370,11 +388,18 @@ impl<R: RoleCore> WorkerCore<R> {
         for event in self.events.drain(..) {
             if self.exchange.owns(event.seq()) {
                 self.exchange.event(&mut self.engine, event, &mut self.exchange_effects);
+            } else if self.tiers.owns(event.seq()) {
+                self.tiers.event(&mut self.engine, event, &mut self.tier_effects);
             } else {
                 self.role.event(&mut self.engine, event, &mut self.role_effects);
             }
         }
+        out.extend(self.tier_effects.drain(..).map(Effect::Tiers));
         out.extend(self.exchange_effects.drain(..).map(Effect::Exchange));
         out.extend(self.role_effects.drain(..).map(Effect::Role));
+        // After what the end of a sequence leads to.
+        out.extend(
+            self.engine.take_ended().into_iter().map(|ended| Effect::Tiers(tiers::Effect::Offer(Box::new(ended)))),
+        );
     }
 }

@@ -64,6 +64,20 @@ pub const TRANSFER_SLICES: &str = "baton_transfer_slices_total";
 pub const TRANSFER_SECONDS: &str = "baton_transfer_seconds";
 /// Counter by `transport`: KV bytes that a decode worker received in verified handoffs.
 pub const TRANSFER_RECEIVED_BYTES: &str = "baton_transfer_received_bytes_total";
+/// Counter: tokens of prefixes that were loaded from the worker's store below the pool, and so need not be computed.
+pub const LOADED_TOKENS: &str = "baton_kv_loaded_tokens_total";
+/// Gauge by `tier` (`host`, `disk`): blocks in the worker's store.
+pub const TIER_BLOCKS: &str = "baton_kv_tier_blocks";
+/// Counter by `tier`: tokens of blocks that the store handed out.
+pub const TIER_HIT_TOKENS: &str = "baton_kv_tier_hit_tokens_total";
+/// Counter by `tier`: bytes of KV that the store handed out.
+pub const TIER_READ_BYTES: &str = "baton_kv_tier_read_bytes_total";
+/// Counter by `tier`: blocks of the store that were not as they were stored.
+pub const TIER_VERIFY_FAILURES: &str = "baton_kv_tier_verify_failures_total";
+/// Counter: bytes written to the store's disk.
+pub const TIER_WRITTEN_BYTES: &str = "baton_kv_tier_written_bytes_total";
+/// Counter: reads and writes of the store's disk that failed.
+pub const TIER_DISK_ERRORS: &str = "baton_kv_tier_disk_errors_total";
 /// Counter by `outcome` (`fetched`; `refused`, before anything was sent; `failed`): prefixes that workers were asked to take from others.
 pub const FETCHES: &str = "baton_kv_fetches_total";
 /// Counter: tokens of prefixes that were fetched from other workers, and so need not be computed.
@@ -184,6 +198,13 @@ fn describe() {
         "First write of a handoff until its verification, by transport."
     );
     describe_counter!(TRANSFER_RECEIVED_BYTES, Unit::Bytes, "KV bytes received and verified, by transport.");
+    describe_counter!(LOADED_TOKENS, Unit::Count, "Tokens of prefixes loaded from the worker's KV store.");
+    describe_gauge!(TIER_BLOCKS, Unit::Count, "Blocks in the worker's KV store, by tier.");
+    describe_counter!(TIER_HIT_TOKENS, Unit::Count, "Tokens of blocks that the KV store handed out, by tier.");
+    describe_counter!(TIER_READ_BYTES, Unit::Bytes, "KV that the KV store handed out, by tier.");
+    describe_counter!(TIER_VERIFY_FAILURES, Unit::Count, "Stored blocks that were not as they were stored, by tier.");
+    describe_counter!(TIER_WRITTEN_BYTES, Unit::Bytes, "Bytes written to the KV store's disk.");
+    describe_counter!(TIER_DISK_ERRORS, Unit::Count, "Reads and writes of the KV store's disk that failed.");
     describe_counter!(FETCHES, Unit::Count, "Prefixes that workers were asked to take from others, by outcome.");
     describe_counter!(FETCHED_TOKENS, Unit::Count, "Tokens of prefixes fetched from other workers.");
     describe_counter!(TRANSFER_FAILURES, Unit::Count, "Handoffs that failed at this end, by transport and cause.");

@@ -121,8 +121,8 @@ impl World {
         while let Some(effect) = thread.core.next_effect() {
             let answer = match effect {
                 Effect::Role(effect) => H::perform(self, place, effect)?.map(Input::Command),
-                // No simulated router asks for prefixes to be moved.
-                Effect::Exchange(_) => None,
+                // No simulated router asks for prefixes to be moved, and no simulated worker has a store.
+                Effect::Exchange(_) | Effect::Tiers(_) => None,
                 Effect::Launch(launch) => self.launch::<H>(place, thread, launch)?,
                 Effect::Collect { step, tokens, failed } => {
                     let took = if failed.is_some() { 1 } else { self.pace.step(tokens, &mut self.random) };

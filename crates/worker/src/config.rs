@@ -103,6 +103,14 @@ baton_runtime::config! {
         /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
         /// 0B: none.
         swap_bytes: Bytes = Bytes(0),
+        /// Host memory, outside the pool, for KV that the pool has no room for: prefixes that come again are copied back instead of computed. Only
+        /// where the CPU computes; 0B: none.
+        kv_host: Bytes = Bytes(0),
+        /// Directory of a local disk for KV that host memory has no room for. It outlives the worker, and is this worker's alone. Needs kv_host,
+        /// where blocks pass through.
+        kv_disk: Option<PathBuf> = None,
+        /// Most space that KV takes in kv_disk.
+        kv_disk_size: Bytes = Bytes::gib(10),
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
         /// Layers of full attention see only the first tokens and this many of the last, so that a stream can run past the model's context;

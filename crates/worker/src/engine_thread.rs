@@ -6,7 +6,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use baton_engine::{ModelRunner, RunError};
+use baton_engine::{ModelRunner, NewSequence, RunError};
 use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::{ReceiverEvent, TransferError};
@@ -15,6 +15,7 @@ use tokio::sync::watch;
 
 use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
+use crate::tiers::TiersShell;
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
@@ -29,6 +30,10 @@ pub trait Shell: Send + 'static {
     fn command(&mut self, command: Self::Command) -> <Self::Role as RoleCore>::Command;
     /// Carries out an effect of the core; returns its answer, if it has one.
     fn perform(&mut self, effect: <Self::Role as RoleCore>::Effect) -> Option<<Self::Role as RoleCore>::Command>;
+    /// The sequence that a command brings, if it brings one.
+    fn brings(_command: &Self::Command) -> Option<&NewSequence> {
+        None
+    }
     /// Returns what the role makes of an event of the worker's receiving end, if it lends blocks.
     fn received(&mut self, _event: ReceiverEvent) -> Option<<Self::Role as RoleCore>::Command> {
         None
@@ -42,6 +47,8 @@ pub(crate) enum Message<C> {
     Command(C),
     /// About prefixes that move between workers.
     Exchange(exchange::Message<C>),
+    /// About blocks that move between the pool and the worker's store.
+    Tiers(baton_roles::tiers::Command),
     /// From the receiving end of handoffs.
     Received(ReceiverEvent),
     /// Accept no new requests from now on.
@@ -154,6 +161,8 @@ pub(crate) struct Shells<S: Shell> {
     pub role: S,
     /// For prefixes that move between workers. `None`: this worker has none, as in tests.
     pub exchange: Option<ExchangeShell<S::Command>>,
+    /// For the worker's store, if it has one.
+    pub tiers: Option<TiersShell>,
 }
 
 /// Starts the thread. `timeout` is the longest time that a step may take; by default what suits the model's device. Others hear of it through
@@ -170,9 +179,20 @@ pub(crate) fn start<S: Shell>(
     let Inbox { messages, snapshot, stall } = inbox;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
     let reporter = Reporter { snapshot, told };
-    let Shells { role: shell, exchange } = shells;
-    let thread =
-        Thread { core, runner, shell, exchange, inbox: messages, reporter, watchdog, stall, clock, ended: false };
+    let Shells { role: shell, exchange, tiers } = shells;
+    let thread = Thread {
+        core,
+        runner,
+        shell,
+        exchange,
+        tiers,
+        inbox: messages,
+        reporter,
+        watchdog,
+        stall,
+        clock,
+        ended: false,
+    };
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || thread.run())?;
     Ok(())
 }
@@ -182,6 +202,7 @@ struct Thread<S: Shell> {
     runner: Box<dyn ModelRunner>,
     shell: S,
     exchange: Option<ExchangeShell<S::Command>>,
+    tiers: Option<TiersShell>,
     inbox: Receiver<Message<S::Command>>,
     reporter: Reporter,
     watchdog: Watchdog,
@@ -206,6 +227,7 @@ impl<S: Shell> Thread<S> {
             self.feed(Input::Turn);
             self.reporter.report(&self.core);
             self.reporter.report_cache(&mut self.core);
+            self.tiers.iter_mut().for_each(TiersShell::count);
         }
     }
 
@@ -216,6 +238,13 @@ impl<S: Shell> Thread<S> {
             let next = if wait { self.inbox.recv_timeout(IDLE_TICK).ok() } else { self.inbox.try_recv().ok() };
             let Some(message) = next else { return };
             wait = false;
+            // A prompt whose prefix is loaded comes after it, and waits for it.
+            let brings = if let Message::Command(command) = &message { S::brings(command) } else { None };
+            if let (Some(tiers), Some(new)) = (&self.tiers, brings)
+                && let Some(load) = tiers.sees(new)
+            {
+                self.feed(Input::Tiers(load));
+            }
             if let Some(input) = self.input(message) {
                 self.feed(input);
             }
@@ -227,6 +256,13 @@ impl<S: Shell> Thread<S> {
         match message {
             Message::Command(command) => Some(Input::Command(self.shell.command(command))),
             Message::Exchange(message) => Some(Input::Exchange(self.exchange.as_mut()?.command(message))),
+            Message::Tiers(command) => {
+                let tiers = self.tiers.as_mut()?;
+                if let baton_roles::tiers::Command::Loaded(seq, _) = command {
+                    tiers.loaded(seq);
+                }
+                Some(Input::Tiers(command))
+            }
             Message::Received(event) => self.received(event),
             Message::Drain => Some(Input::Drain),
         }
@@ -257,6 +293,7 @@ impl<S: Shell> Thread<S> {
         match effect {
             Effect::Role(effect) => return self.shell.perform(effect).map(Input::Command),
             Effect::Exchange(effect) => return self.exchange.as_mut()?.perform(effect).map(Input::Exchange),
+            Effect::Tiers(effect) => return self.tiers.as_mut()?.perform(effect).map(Input::Tiers),
             Effect::Launch(launch) => return Some(self.launch(launch)),
             Effect::Collect { step, tokens, failed } => return Some(self.collect(step, tokens, failed)),
             Effect::Stepped(stepped) => {
@@ -374,7 +411,7 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), IDLE_TICK, false);
         let (tell, effects) = channel();
         let (handle, inbox) = channels();
-        let shells = Shells { role: Telling(tell), exchange: None };
+        let shells = Shells { role: Telling(tell), exchange: None, tiers: None };
         start(core, Box::new(runner), Clock::start(), None, unheard(), inbox, shells).unwrap();
         (handle, effects)
     }

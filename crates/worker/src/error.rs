@@ -8,6 +8,7 @@ use baton_kernels::KernelError;
 use baton_model::ModelError;
 use baton_model_files::ModelFileError;
 use baton_runtime::RuntimeError;
+use baton_store::OpenError;
 use baton_transfer::TransferError;
 use baton_types::{BatonError, ErrorKind};
 
@@ -50,6 +51,9 @@ pub enum WorkerError {
     /// The transfer engine.
     #[error(transparent)]
     Transfer(#[from] TransferError),
+    /// The store below the pool.
+    #[error(transparent)]
+    Store(#[from] OpenError),
     /// A setting that is out of range.
     #[error("{field} is {value}; it must be {must}")]
     Config {
@@ -103,6 +107,7 @@ impl BatonError for WorkerError {
             WorkerError::Config { .. } => ErrorKind::InvalidArgument,
             WorkerError::GpuMemory { .. } => ErrorKind::ResourceExhausted,
             WorkerError::Grpc { .. } | WorkerError::Thread(_) => ErrorKind::Internal,
+            WorkerError::Store(e) => e.kind(),
             WorkerError::Stalled(e) => e.kind(),
             WorkerError::EngineStopped => ErrorKind::Unavailable,
         }

@@ -11,7 +11,7 @@
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
-//! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other
+//! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other, as `engine_thread` and `tiers` do
 //!
 //! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
 
@@ -42,6 +42,7 @@ mod signals;
 mod stream;
 mod swap;
 mod telemetry;
+mod tiers;
 mod watchdog;
 mod wire;
 

@@ -29,6 +29,7 @@ use crate::report::Told;
 use crate::serving::Serving;
 use crate::settings::check_settings;
 use crate::signals::{self, Limits};
+use crate::tiers::{self, TiersShell};
 use crate::wire::Fit;
 use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerService, engine_thread};
 
@@ -157,6 +158,9 @@ impl Node {
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let mut engine = Engine::new(limits, &geometry)?;
         engine.note_cache_changes();
+        if config.kv_host.0 > 0 || config.kv_disk.is_some() {
+            engine.note_ended();
+        }
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
@@ -168,7 +172,10 @@ impl Node {
         let (handle, inbox) = engine_thread::channels();
         let ends = Arc::new(KvEnds::open(&node, handle.commands())?);
         let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
-        let shells = Shells { role: N::shell(&node, handle.commands(), &ends)?, exchange: Some(exchange) };
+        let role = N::shell(&node, handle.commands(), &ends)?;
+        let store = tiers::open(&node, &backend)?;
+        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands())).transpose()?.flatten();
+        let shells = Shells { role, exchange: Some(exchange), tiers };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });

@@ -9,3 +9,4 @@ mod draining;
 mod exchange;
 mod prefill;
 mod rig;
+mod tiers;

@@ -11,7 +11,7 @@ use baton_engine::{
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
-use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore, exchange};
+use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore, exchange, tiers};
 
 pub(super) const VOCAB: u32 = 50;
 pub(super) const BLOCK: u32 = 4;
@@ -27,6 +27,8 @@ pub(super) struct Rig<R: RoleCore> {
     pub said: Vec<R::Effect>,
     /// What is wanted for prefixes that move.
     pub exchanged: Vec<exchange::Effect>,
+    /// What is wanted for the store.
+    pub tiered: Vec<tiers::Effect>,
     pub now: Time,
     /// Blocks given to handoffs to write, counted once for each layer.
     pub writes: u32,
@@ -56,11 +58,12 @@ impl<R: RoleCore> Rig<R> {
             cache: CacheConfig { max_blocks, ..CacheConfig::default() },
             swap: SwapConfig::default(),
         };
-        let engine = Engine::new(config, &geometry).unwrap();
+        let mut engine = Engine::new(config, &geometry).unwrap();
+        engine.note_ended();
         let layout = Arc::new(geometry.layout.clone());
         let core = WorkerCore::new(engine, make(layout.clone()), layout, LEASE, false);
         let (model, said, exchanged) = (FakeModel::new(geometry, VOCAB), Vec::new(), Vec::new());
-        Rig { core, model, said, exchanged, now: Time(0), writes: 0, refuse: None }
+        Rig { core, model, said, exchanged, tiered: Vec::new(), now: Time(0), writes: 0, refuse: None }
     }
 
     /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
@@ -71,6 +74,7 @@ impl<R: RoleCore> Rig<R> {
             match effect {
                 Effect::Role(effect) => self.said.push(effect),
                 Effect::Exchange(effect) => self.exchanged.push(effect),
+                Effect::Tiers(effect) => self.tiered.push(effect),
                 Effect::Launch(launch) => {
                     let answer = self.launch(launch);
                     self.core.feed(answer, self.now);

@@ -1,0 +1,140 @@
+//! Blocks that move between the pool and the store: what is asked of the store's threads, and that no block is lost or reused too early.
+
+use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
+use baton_types::RequestId;
+
+use super::rig::{BLOCK, LEASE, Rig, VOCAB, request};
+use crate::tiers::{Command, Effect, Move};
+use crate::{Decode, Input, Ticket, decode};
+
+fn rig() -> Rig<Decode> {
+    Rig::caching(100, |_| Decode::new(LEASE, VOCAB))
+}
+
+fn prefix() -> Box<Prefix> {
+    let (request_id, deadline) = (RequestId("r".into()), Time(0).after_ms(500));
+    Box::new(Prefix { request_id, tokens: (0..2 * BLOCK + 1).collect(), prefix: Default::default(), deadline })
+}
+
+/// Submits the prompt that begins with the prefix.
+fn prompt(rig: &mut Rig<Decode>) {
+    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 1) };
+    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+}
+
+/// Computes until nothing is left; returns how many steps that took.
+fn finish(rig: &mut Rig<Decode>) -> u64 {
+    let before = rig.core.engine().steps();
+    while rig.core.engine().running() + rig.core.engine().waiting() > 0 {
+        rig.input(Input::Turn);
+    }
+    rig.core.engine().steps() - before
+}
+
+fn give(rig: &mut Rig<Decode>, command: Command) -> Vec<Effect> {
+    rig.input(Input::Tiers(command));
+    std::mem::take(&mut rig.tiered)
+}
+
+fn load(rig: &mut Rig<Decode>) -> Option<Move> {
+    let mut effects = give(rig, Command::Load { prefix: prefix(), seconds: 0.1 });
+    match effects.pop() {
+        Some(Effect::Load(what)) => Some(*what),
+        None => None,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The tokens of a prompt's beginning that were not computed.
+fn cached(rig: &Rig<Decode>) -> Option<u32> {
+    rig.said.iter().find_map(|effect| match effect {
+        decode::Effect::Say(_, decode::Answer::Started(cached)) => Some(*cached),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_prompt_waits_for_what_is_loaded() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    let counts: Vec<usize> = what.blocks.iter().map(Vec::len).collect();
+    assert_eq!((what.first, counts, rig.blocks().as_str()), (0, vec![2, 2], "0 used 3 lent 0 aside"));
+    prompt(&mut rig);
+    rig.input(Input::Turn);
+    assert_eq!(rig.core.engine().steps(), 0);
+    assert_eq!(load(&mut rig), None, "it is on its way");
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded(2 * BLOCK)]);
+    finish(&mut rig);
+    assert_eq!(cached(&rig), Some(2 * BLOCK));
+    assert!(rig.core.engine().idle());
+}
+
+/// I2: what the store does not have after all is computed, and its blocks are free.
+#[test]
+fn a_prompt_whose_load_fails_is_computed() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    prompt(&mut rig);
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, false)), []);
+    finish(&mut rig);
+    assert_eq!(cached(&rig), Some(0));
+    assert!(rig.core.engine().idle());
+}
+
+/// I3, I5: a load that takes too long holds nobody up, and its blocks go to nobody while the store may write to them.
+#[test]
+fn a_load_that_takes_too_long_is_waited_for_no_more() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    prompt(&mut rig);
+    rig.now = Time(0).after_ms(500);
+    finish(&mut rig);
+    assert_eq!((cached(&rig), rig.blocks().as_str()), (Some(0), "0 used 0 lent 3 aside"));
+    assert!(rig.tiered.contains(&Effect::Abort(what.seq)));
+    give(&mut rig, Command::Loaded(what.seq, true));
+    assert!(rig.core.engine().idle(), "too late: what was written is of no use");
+}
+
+#[test]
+fn what_an_answer_leaves_is_offered_and_held_while_it_is_saved() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    let offers = std::mem::take(&mut rig.tiered);
+    let [Effect::Offer(left)] = &offers[..] else { panic!("{offers:?}") };
+    // Nine tokens and three of the answer, of which the last one is not computed: two blocks are whole.
+    assert_eq!((left.tokens.len(), left.moves(BLOCK)), (12, 2 * BLOCK));
+    let saves = give(&mut rig, Command::Save(left.clone(), 1));
+    let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
+    assert_eq!((what.first, what.blocks[0].len()), (1, 1), "the store has the first block");
+    assert!(!rig.core.engine().idle());
+    give(&mut rig, Command::Saved(what.seq));
+    assert!(rig.core.engine().idle());
+}
+
+/// I3: its blocks stay aside until the store's thread has read them.
+#[test]
+fn a_save_that_takes_too_long_keeps_its_blocks_aside() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
+    let saves = give(&mut rig, Command::Save(left.clone(), 0));
+    let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
+    rig.now = Time(0).after_ms(20_000);
+    rig.input(Input::Turn);
+    assert!(!rig.core.engine().idle());
+    give(&mut rig, Command::Saved(what.seq));
+    assert!(rig.core.engine().idle());
+}
+
+#[test]
+fn nothing_moves_while_the_worker_drains() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
+    rig.input(Input::Drain);
+    assert_eq!(load(&mut rig), None);
+    assert_eq!(give(&mut rig, Command::Save(left.clone(), 0)), []);
+}

@@ -1,0 +1,186 @@
+//! Blocks that move between the pool and the worker's own store below it: host memory and a disk.
+//!
+//! | part | owns | ends when |
+//! | --- | --- | --- |
+//! | load | blocks that the store's thread writes to | they are written and verified, or the store says that they are not |
+//! | save | blocks that the store's thread reads | the store says that it has read them |
+//!
+//! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]). If that fails, or takes too long, the prompt is
+//! computed. What an ended sequence leaves in the prefix cache is saved, block by block, as far as the store lacks it.
+
+use std::collections::BTreeMap;
+
+use baton_engine::{BlockTable, Engine, Event, Exchange as Prefix, HOLE};
+use baton_types::{BlockId, SeqId, Time};
+
+use crate::submit::{Desk, clear};
+
+/// Most loads, and most saves, at a time (I5).
+const MOST: usize = 16;
+/// How long a save may take, in milliseconds: its blocks are in use until then.
+const SAVE_MS: u64 = 10_000;
+
+/// Blocks that are to be copied.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Move {
+    /// The sequence that owns them meanwhile.
+    pub seq: SeqId,
+    /// The prefix.
+    pub prefix: Prefix,
+    /// Index of the first block that is to be copied.
+    pub first: u32,
+    /// Per layer group: the prefix's blocks from there on, [`HOLE`] where a window has passed one.
+    pub blocks: Vec<Vec<BlockId>>,
+}
+
+/// A command.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Command {
+    /// The store holds this prefix of a prompt that comes next.
+    Load {
+        /// The prefix, with its deadline.
+        prefix: Box<Prefix>,
+        /// How long loading it takes, as predicted, in seconds.
+        seconds: f64,
+    },
+    /// Nothing writes to the blocks of a load any more. True: all are written and verified (I2). Sent once for each [`Effect::Load`].
+    Loaded(SeqId, bool),
+    /// The store lacks blocks of this prefix, from this block on.
+    Save(Box<Prefix>, u32),
+    /// Nothing reads the blocks of a save any more. Sent once for each [`Effect::Save`].
+    Saved(SeqId),
+}
+
+/// What it wants done.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Effect {
+    /// A sequence has ended that leaves this prefix in the cache. Answered by [`Command::Save`], if the store lacks any of it.
+    Offer(Box<Prefix>),
+    /// Copy the store's blocks into these, and verify them.
+    Load(Box<Move>),
+    /// Copy these blocks into the store.
+    Save(Box<Move>),
+    /// A load is of no use any more: end it soon.
+    Abort(SeqId),
+    /// For metrics: a prefix was loaded; so many tokens of it were not in the pool.
+    Loaded(u32),
+}
+
+#[derive(Debug)]
+enum Part {
+    Load(Prefix, u32),
+    Save,
+}
+
+/// What moves between the pool and the store of one worker.
+#[derive(Debug, Default)]
+pub(crate) struct Tiers {
+    open: BTreeMap<SeqId, Part>,
+}
+
+impl Tiers {
+    /// Whether an event of the engine is about one of its sequences.
+    pub fn owns(&self, seq: SeqId) -> bool {
+        self.open.contains_key(&seq)
+    }
+
+    /// `computes`: how long the tokens from one position to another take to compute, in seconds; 0 where that is not known.
+    pub fn command(
+        &mut self,
+        desk: Desk<'_>,
+        command: Command,
+        computes: impl Fn(u32, u32) -> f64,
+        now: Time,
+        out: &mut Vec<Effect>,
+    ) {
+        match command {
+            Command::Load { prefix, seconds } => self.load(desk, *prefix, seconds, computes),
+            Command::Loaded(seq, whole) => self.loaded(desk.engine, seq, whole, out),
+            Command::Save(prefix, first) => {
+                let prefix = Prefix { deadline: now.after_ms(SAVE_MS), ..*prefix };
+                self.save(desk, prefix, first, out);
+            }
+            Command::Saved(seq) => match self.open.remove(&seq) {
+                Some(_) => {
+                    if let Err(error) = desk.engine.release(seq) {
+                        tracing::error!(%seq, %error, "blocks that were saved could not be freed");
+                    }
+                }
+                None => clear(desk.engine, seq),
+            },
+        }
+    }
+
+    fn load(&mut self, desk: Desk<'_>, prefix: Prefix, seconds: f64, computes: impl Fn(u32, u32) -> f64) {
+        let here = desk.engine.here(&prefix.prefix, &prefix.tokens);
+        let known = computes(here, prefix.moves(desk.engine.block_size()));
+        let loads = self.open.values().filter(|part| matches!(part, Part::Load(..))).count();
+        if desk.draining || loads >= MOST || (known > 0.0 && known <= seconds) {
+            return;
+        }
+        // Refused where all of it is here or on its way, or there are no blocks for it: the prompt is computed then.
+        if let Ok(seq) = desk.engine.fetch(prefix.clone(), desk.events) {
+            self.open.insert(seq, Part::Load(prefix, here));
+        }
+    }
+
+    fn loaded(&mut self, engine: &mut Engine, seq: SeqId, whole: bool, out: &mut Vec<Effect>) {
+        let Some(Part::Load(_, here)) = self.open.remove(&seq) else {
+            return clear(engine, seq);
+        };
+        match if whole { engine.fetched(seq).ok() } else { None } {
+            Some(tokens) => out.push(Effect::Loaded(tokens - here)),
+            // The store's thread is done with the blocks.
+            None => drop(engine.abort(seq, false)),
+        }
+    }
+
+    fn save(&mut self, desk: Desk<'_>, prefix: Prefix, first: u32, out: &mut Vec<Effect>) {
+        let saves = self.open.values().filter(|part| matches!(part, Part::Save)).count();
+        if desk.draining || saves >= MOST {
+            return;
+        }
+        // Refused where some of it has been evicted meanwhile.
+        let Ok(seq) = desk.engine.serve(prefix.clone()) else { return };
+        self.open.insert(seq, Part::Save);
+        let blocks = blocks_from(desk.engine, seq, first);
+        out.push(Effect::Save(Box::new(Move { seq, prefix, first, blocks })));
+    }
+
+    /// Handles an event of one of its sequences.
+    pub fn event(&mut self, engine: &mut Engine, event: Event, out: &mut Vec<Effect>) {
+        match event {
+            Event::Reserved { seq, .. } => {
+                let Some(Part::Load(prefix, _)) = self.open.get(&seq) else { return };
+                let first = engine.lent_from(seq).unwrap_or(0);
+                let blocks = blocks_from(engine, seq, first);
+                out.push(Effect::Load(Box::new(Move { seq, prefix: prefix.clone(), first, blocks })));
+            }
+            // Its deadline has passed: the store's thread is told, and says when it is done.
+            Event::Failed { seq, .. } => {
+                if let Some(Part::Load(..)) = self.open.remove(&seq) {
+                    out.push(Effect::Abort(seq));
+                }
+            }
+            other => {
+                let seq = other.seq();
+                tracing::error!(%seq, "blocks that move compute nothing");
+                let _ = engine.abort(seq, true);
+                if let Some(Part::Load(..)) = self.open.remove(&seq) {
+                    out.push(Effect::Abort(seq));
+                }
+            }
+        }
+    }
+}
+
+/// A sequence's blocks from this index on, by group.
+fn blocks_from(engine: &Engine, seq: SeqId, first: u32) -> Vec<Vec<BlockId>> {
+    let from = |table: &BlockTable| table.blocks().get(first as usize..).unwrap_or_default().to_vec();
+    engine.tables(seq).unwrap_or_default().iter().map(from).collect()
+}
+
+/// Whether a group's window has passed a block.
+pub fn is_hole(block: BlockId) -> bool {
+    block == HOLE
+}

@@ -1,0 +1,316 @@
+//! The shell around the tiers below the pool (`baton_roles::tiers`): the worker's own store in host memory and on disk, and the threads that copy
+//! blocks between it and the pool.
+//!
+//! A load verifies each layer of each block while it is copied (I2). Nobody uses a block before all of its prefix is there.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use baton_engine::{BlockName, Exchange as Prefix, NewSequence};
+use baton_kv_store::{BlockKey, DiskConfig, Identity, Part, Shape, StoreConfig, Tier};
+use baton_roles::tiers::{Command, Effect, Move, is_hole};
+use baton_runtime::metrics as names;
+use baton_store::{Got, KvStore, Reading, Settings};
+use baton_transfer::{Pool, Segment};
+use baton_types::{BlockId, PoolGeometry, SeqId};
+use metrics::{counter, gauge};
+
+use crate::error::{WorkerError, check};
+use crate::{Clock, Commands, Node, WorkerConfig, engine_thread};
+
+/// Fewest tokens that are loaded: less is computed about as soon.
+const LEAST: u32 = 64;
+/// Blocks that are asked for before the first of them is copied, so that a disk has enough to do.
+const AHEAD: usize = 32;
+/// Threads for the disk.
+const DISK_THREADS: usize = 4;
+/// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
+const PATIENCE: f64 = 4.0;
+const LEAST_PATIENCE: Duration = Duration::from_millis(500);
+/// Nanoseconds that a byte takes, before one was loaded: 1 GB/s.
+const FIRST_PACE: f64 = 1.0;
+/// How fast the measured pace follows.
+const FOLLOW: f64 = 0.2;
+/// Metrics are updated so often.
+const COUNT_EVERY: Duration = Duration::from_millis(200);
+/// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
+const NUMERICS: u64 = 1;
+
+/// The store of one worker, and what moves between it and the pool.
+pub(crate) struct TiersShell {
+    store: Arc<KvStore>,
+    clock: Clock,
+    /// Bytes of a block in the store.
+    block_bytes: usize,
+    /// Nanoseconds that a byte takes to load, as bits of an f64: from host memory, from disk.
+    pace: Arc<[AtomicU64; 2]>,
+    loads: mpsc::Sender<Load>,
+    saves: mpsc::Sender<Box<Move>>,
+    /// Loads under way; set: it is given up.
+    loading: HashMap<SeqId, Arc<AtomicBool>>,
+    /// When the metrics were updated.
+    counted: Instant,
+}
+
+struct Load {
+    what: Box<Move>,
+    given_up: Arc<AtomicBool>,
+}
+
+/// Checks the settings and opens the store; `None`: there is none.
+pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, WorkerError> {
+    let WorkerConfig { kv_host, kv_disk, kv_disk_size, .. } = &node.config;
+    if kv_host.0 == 0 && kv_disk.is_none() {
+        return Ok(None);
+    }
+    let host = matches!(node.pool, Pool::Host(_));
+    check(host, "kv_host", kv_host, "0B with KV in a GPU's memory, which cannot be stored yet".to_owned())?;
+    let shape = Shape::new(&node.geometry.layout).map_err(store_error)?;
+    let least = if kv_disk.is_some() { 8 * shape.stride() } else { shape.stride() } as u64;
+    let must = format!("at least {least} bytes for blocks of this model; kv_disk needs some host memory, too");
+    check(kv_host.0 >= least, "kv_host", kv_host, must)?;
+    let slots = u32::try_from(kv_host.0 / shape.stride() as u64).unwrap_or(u32::MAX);
+    let identity = identity(node, backend);
+    let disk =
+        kv_disk.as_ref().map(|_| DiskConfig::of_size(kv_disk_size.0, &shape).map_err(store_error)).transpose()?;
+    let config = StoreConfig::new(shape, identity, slots, disk);
+    let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
+    let store = KvStore::open(Settings { config, directory, threads: DISK_THREADS }, None)?;
+    Ok(Some(Arc::new(store)))
+}
+
+fn store_error(error: baton_kv_store::StoreError) -> WorkerError {
+    WorkerError::from(baton_store::OpenError::from(error))
+}
+
+/// Whose KV this is: everything that changes a bit of it.
+fn identity(node: &Node, backend: &str) -> Identity {
+    let kind = backend.split([' ', '(']).next().unwrap_or(backend);
+    let told = format!("{NUMERICS} {kind} {} {:?}", node.config.tp, node.config.quantization);
+    Identity { layout: node.geometry.layout.fingerprint(), numerics: BlockName::root(&told, 0).short() }
+}
+
+impl TiersShell {
+    /// Starts the threads that copy. They end with the shell.
+    pub fn start<C: Send + 'static>(
+        store: Arc<KvStore>,
+        node: &Node,
+        commands: Commands<C>,
+    ) -> Result<Option<TiersShell>, WorkerError> {
+        let Pool::Host(segment) = &node.pool else { return Ok(None) };
+        let copier =
+            Copier { store: Arc::clone(&store), segment: Arc::clone(segment), geometry: node.geometry.clone() };
+        let pace = Arc::new([FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits())));
+        let (loads, to_load) = mpsc::channel::<Load>();
+        let (saves, to_save) = mpsc::channel::<Box<Move>>();
+        let (loader, paces, tell) = (copier.clone(), Arc::clone(&pace), commands.clone());
+        // If the engine is gone, there are no blocks to free.
+        std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
+            for Load { what, given_up } in to_load {
+                let whole = loader.load(&what, &given_up, &paces);
+                let _ = tell.post(engine_thread::Message::Tiers(Command::Loaded(what.seq, whole)));
+            }
+        })?;
+        std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
+            for what in to_save {
+                copier.save(&what);
+                let _ = commands.post(engine_thread::Message::Tiers(Command::Saved(what.seq)));
+            }
+        })?;
+        let block_bytes = store.shape().data_bytes();
+        let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
+        Ok(Some(TiersShell { store, clock, block_bytes, pace, loads, saves, loading, counted }))
+    }
+
+    /// What to load for a prompt that comes next.
+    pub fn sees(&self, new: &NewSequence) -> Option<Command> {
+        let prefix = new.prefix.filter(|_| new.params.prompt_logprobs.is_none())?;
+        let size = self.store.shape().block_size();
+        let names: Vec<BlockName> = prefix.root.chain(&new.tokens, size).collect();
+        let held = self.store.held(&names);
+        self.store.seen(names);
+        let blocks = held.len().min((new.tokens.len().saturating_sub(1)) / size as usize);
+        if (blocks as u32) * size < LEAST {
+            return None;
+        }
+        let nanos = |tier: &Tier| f64::from_bits(self.pace[place(*tier)].load(Ordering::Relaxed));
+        let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
+        let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
+        let tokens = new.tokens[..blocks * size as usize + 1].to_vec();
+        let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
+        let prefix = Prefix { request_id: new.request_id.clone(), tokens, prefix, deadline };
+        Some(Command::Load { prefix: Box::new(prefix), seconds })
+    }
+
+    /// Carries out an effect of the core; returns its answer, if it has one.
+    pub fn perform(&mut self, effect: Effect) -> Option<Command> {
+        match effect {
+            Effect::Offer(prefix) => return self.wants(prefix),
+            Effect::Load(what) => {
+                let (seq, given_up) = (what.seq, Arc::new(AtomicBool::new(false)));
+                self.loading.insert(seq, Arc::clone(&given_up));
+                return self.loads.send(Load { what, given_up }).err().map(|_| Command::Loaded(seq, false));
+            }
+            Effect::Save(what) => {
+                let seq = what.seq;
+                return self.saves.send(what).err().map(|_| Command::Saved(seq));
+            }
+            Effect::Abort(seq) => {
+                self.loading.get(&seq).into_iter().for_each(|given_up| given_up.store(true, Ordering::Relaxed));
+            }
+            Effect::Loaded(tokens) => counter!(names::LOADED_TOKENS).increment(tokens.into()),
+        }
+        None
+    }
+
+    /// A load has ended.
+    pub fn loaded(&mut self, seq: SeqId) {
+        self.loading.remove(&seq);
+    }
+
+    /// Which blocks of a prefix the store lacks: those after what it holds from the beginning on.
+    fn wants(&self, prefix: Box<Prefix>) -> Option<Command> {
+        let size = self.store.shape().block_size();
+        let moves = prefix.moves(size);
+        let names: Vec<BlockName> = prefix.prefix.root.chain(&prefix.tokens[..moves as usize], size).collect();
+        let first = self.store.held(&names).len();
+        (first < names.len()).then(|| Command::Save(prefix, first as u32))
+    }
+
+    /// Updates the metrics of what the store counts by itself, every now and then.
+    pub fn count(&mut self) {
+        if self.counted.elapsed() < COUNT_EVERY {
+            return;
+        }
+        self.counted = Instant::now();
+        let counters = self.store.counters();
+        for (at, tier) in Tier::ALL.into_iter().enumerate() {
+            let name = tier.as_str();
+            gauge!(names::TIER_BLOCKS, "tier" => name).set(self.store.blocks(tier) as f64);
+            counter!(names::TIER_HIT_TOKENS, "tier" => name).absolute(counters.hit_tokens[at]);
+            counter!(names::TIER_READ_BYTES, "tier" => name).absolute(counters.hit_bytes[at]);
+            counter!(names::TIER_VERIFY_FAILURES, "tier" => name).absolute(counters.verify_failures[at]);
+        }
+        counter!(names::TIER_WRITTEN_BYTES).absolute(counters.written_bytes.iter().sum());
+        counter!(names::TIER_DISK_ERRORS).absolute(counters.disk_errors);
+    }
+}
+
+fn place(tier: Tier) -> usize {
+    match tier {
+        Tier::Host => 0,
+        Tier::Disk => 1,
+    }
+}
+
+/// Copies blocks between the pool's memory and the store.
+#[derive(Clone)]
+struct Copier {
+    store: Arc<KvStore>,
+    segment: Arc<Segment>,
+    geometry: PoolGeometry,
+}
+
+impl Copier {
+    /// The keys of a move's blocks, each with its blocks in the pool, by group.
+    fn keys(&self, what: &Move) -> Vec<(BlockKey, Vec<BlockId>)> {
+        let size = self.store.shape().block_size();
+        let (prefix, count) = (&what.prefix, what.blocks.first().map_or(0, Vec::len));
+        let mut parent = prefix.prefix.root;
+        let mut keys = Vec::with_capacity(count);
+        for (at, tokens) in prefix.tokens.chunks_exact(size as usize).enumerate().take(what.first as usize + count) {
+            let name = parent.then(tokens);
+            if let Some(at) = at.checked_sub(what.first as usize) {
+                let blocks: Vec<BlockId> = what.blocks.iter().filter_map(|list| list.get(at).copied()).collect();
+                let groups = (0u32..).zip(&blocks).filter(|(_, block)| !is_hole(**block));
+                let groups = groups.fold(0, |all, (group, _)| all | 1 << group);
+                keys.push((BlockKey { name, parent, tokens: tokens.into(), groups }, blocks));
+            }
+            parent = name;
+        }
+        keys
+    }
+
+    /// First byte and length of a part of a block in the pool.
+    fn part(&self, part: &Part, blocks: &[BlockId]) -> (*mut u8, usize) {
+        let range = self.geometry.block_range(part.group, part.layer, blocks[part.group]);
+        assert!(range.end <= self.segment.len(), "a block outside the pool");
+        // SAFETY: the range lies in the segment.
+        (unsafe { self.segment.as_ptr().add(range.start) }, range.len())
+    }
+
+    /// Copies blocks into the pool. False: not all of them are there, and none may be used.
+    fn load(&self, what: &Move, given_up: &AtomicBool, paces: &[AtomicU64; 2]) -> bool {
+        let limit = Duration::from_millis(100);
+        let mut keys = self.keys(what).into_iter();
+        let mut asked: VecDeque<(Got, Vec<BlockId>)> = VecDeque::new();
+        loop {
+            while asked.len() < AHEAD
+                && let Some((key, blocks)) = keys.next()
+            {
+                asked.push_back((self.store.get(key), blocks));
+            }
+            let Some((got, blocks)) = asked.pop_front() else { return true };
+            let (begun, reading) = (
+                Instant::now(),
+                match got {
+                    Got::Ready(reading) => Some(reading),
+                    Got::Missed(_) => None,
+                    Got::Pending(mut pending) => loop {
+                        match pending.wait(limit) {
+                            Some(read) => break read.ok(),
+                            None if given_up.load(Ordering::Relaxed) => break None,
+                            None => {}
+                        }
+                    },
+                },
+            );
+            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else { return false };
+            let tier = reading.tier();
+            if !self.copy_in(reading, &blocks) {
+                return false;
+            }
+            follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
+        }
+    }
+
+    fn copy_in(&self, mut reading: Reading, blocks: &[BlockId]) -> bool {
+        let copied = reading.copy_to(|part| {
+            let (start, length) = self.part(part, blocks);
+            // SAFETY: the block is lent to this load alone until it says that it is over (I3), and parts do not overlap.
+            unsafe { std::slice::from_raw_parts_mut(start, length) }
+        });
+        match copied {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::warn!(%error, "a stored block is damaged; it is computed instead");
+                false
+            }
+        }
+    }
+
+    /// Copies blocks out of the pool, as far as the store takes them.
+    fn save(&self, what: &Move) {
+        for (key, blocks) in self.keys(what) {
+            if key.groups == 0 {
+                continue;
+            }
+            if let Ok(filling) = self.store.put(key) {
+                filling.copy_from(|part| {
+                    let (start, length) = self.part(part, &blocks);
+                    // SAFETY: the block is in the prefix cache and held by this save, so that nobody writes to it.
+                    unsafe { std::slice::from_raw_parts(start, length) }
+                });
+            }
+        }
+    }
+}
+
+/// Takes in how long a block took.
+fn follow(pace: &AtomicU64, took: Duration, bytes: usize) {
+    let (old, new) = (f64::from_bits(pace.load(Ordering::Relaxed)), took.as_nanos() as f64 / bytes.max(1) as f64);
+    pace.store((old + FOLLOW * (new - old)).to_bits(), Ordering::Relaxed);
+}

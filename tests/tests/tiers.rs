@@ -1,0 +1,179 @@
+//! KV below the pool: what a pool has no room for comes back from host memory and from disk, also after a restart, with the same answers (I1);
+//! what is damaged is computed again (I2).
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use baton_cluster::Role;
+use baton_proto::v1;
+use baton_tests::cluster::client::{prompt, sampled};
+use baton_tests::cluster::{Cluster, ClusterOptions, models, wait};
+use rustix::process::Signal;
+
+/// Prompt tokens: 20 blocks and some.
+const PROMPT: usize = 330;
+/// Prompts of which a pool holds two.
+const PROMPTS: u64 = 6;
+/// Blocks of a pool.
+const POOL: u64 = 50;
+
+/// A worker without peers, with a small pool, and host memory for so many blocks; with a disk if there is a folder.
+fn options(model: &Path, host: u64, disk: Option<&Path>) -> anyhow::Result<ClusterOptions> {
+    let block = models::block_bytes(model)?;
+    let bytes = |blocks: u64| format!("{}B", blocks * block);
+    // A slot is a little larger than its block.
+    let mut args = vec!["--kv-memory".to_owned(), bytes(POOL), "--kv-host".to_owned(), bytes(host * 3)];
+    if let Some(folder) = disk {
+        args.extend(["--kv-disk".to_owned(), folder.display().to_string()]);
+        args.extend(["--kv-disk-size".to_owned(), "64MiB".to_owned()]);
+    }
+    Ok(ClusterOptions { aggregated: true, args, ..ClusterOptions::new(model) })
+}
+
+/// The answer to a prompt, and how many of its tokens were cached or loaded.
+fn ask(cluster: &Cluster, which: u64) -> anyhow::Result<(Vec<u32>, u32)> {
+    let client = cluster.client()?;
+    let request: v1::GenerateRequest = sampled(prompt(PROMPT, which), 6, which);
+    let answer = cluster.block_on(client.ask(request))?;
+    let usage = answer.finish.as_ref().and_then(|f| f.usage).context("usage")?;
+    Ok((answer.ids, usage.cached_tokens))
+}
+
+fn all(cluster: &Cluster) -> anyhow::Result<(Vec<Vec<u32>>, Vec<u32>)> {
+    let mut answers = Vec::new();
+    for which in 0..PROMPTS {
+        answers.push(ask(cluster, which)?);
+        // Until what it leaves is saved.
+        cluster.wait_idle()?;
+    }
+    Ok(answers.into_iter().unzip())
+}
+
+fn metric(cluster: &Cluster, name: &str, labels: &str) -> anyhow::Result<f64> {
+    Ok(cluster.wait_for_worker(Role::Decode, |_| true)?.metrics()?.sum(name, labels))
+}
+
+#[test]
+fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(options(model.path(), 200, None)?)?;
+    let (want, first) = all(&cluster)?;
+    ensure!(first.iter().all(|cached| *cached == 0), "{first:?}");
+    let computed = metric(&cluster, "baton_prefill_tokens_total", "")?;
+    let (got, second) = all(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    ensure!(second.iter().all(|cached| *cached >= 320), "{second:?} tokens need not be computed");
+    let again = metric(&cluster, "baton_prefill_tokens_total", "")? - computed;
+    ensure!(again < 20.0 * PROMPTS as f64, "{again} tokens were computed again");
+    let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
+    ensure!(loaded >= 320.0 * (PROMPTS - 2) as f64, "{loaded} tokens loaded");
+    wait(|| (metric(&cluster, "baton_kv_tier_hit_tokens_total", "tier=\"host\"").ok()? >= loaded).then_some(()))?;
+    cluster.stop()
+}
+
+/// Prompts that were asked twice are on disk. A worker that is killed at once finds them there when it is back, and so does the next cluster.
+#[test]
+fn a_restarted_worker_finds_what_was_on_disk() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let start = || Cluster::start(options(model.path(), 200, Some(folder.path()))?);
+    let cluster = start()?;
+    let (want, _) = all(&cluster)?;
+    all(&cluster)?;
+    let blocks = 20.0 * PROMPTS as f64;
+    wait(|| (metric(&cluster, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= blocks).then_some(()))?;
+    let comes_back = |cluster: &Cluster| {
+        let (got, cached) = all(cluster)?;
+        ensure!(got == want, "I1: {got:?} instead of {want:?}");
+        ensure!(cached.iter().all(|cached| *cached >= 320), "{cached:?} tokens came from disk");
+        // Counted a little later.
+        let hits = || metric(cluster, "baton_kv_tier_hit_tokens_total", "tier=\"disk\"").ok();
+        wait(|| (hits()? >= 320.0 * PROMPTS as f64).then_some(()))
+    };
+    let worker = cluster.wait_for_worker(Role::Decode, |_| true)?;
+    cluster.signal(worker.pid, Signal::KILL)?;
+    cluster.wait_for_worker(Role::Decode, |again| again.member.id != worker.member.id)?;
+    comes_back(&cluster)?;
+    cluster.stop()?;
+    let cluster = start()?;
+    comes_back(&cluster)?;
+    cluster.stop()
+}
+
+/// I2: a block that is not as it was stored is found, counted and computed.
+#[test]
+fn what_is_damaged_on_disk_is_computed_again() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let start = || Cluster::start(options(model.path(), 200, Some(folder.path()))?);
+    let cluster = start()?;
+    let (want, _) = all(&cluster)?;
+    all(&cluster)?;
+    let blocks = 20.0 * PROMPTS as f64;
+    wait(|| (metric(&cluster, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= blocks).then_some(()))?;
+    cluster.stop()?;
+    // Every 5,000th byte: some of each block.
+    let mut flipped = 0;
+    for file in files(folder.path())? {
+        let mut bytes = std::fs::read(&file)?;
+        for byte in bytes.iter_mut().skip(4500).step_by(5000) {
+            *byte ^= 0x10;
+            flipped += 1;
+        }
+        std::fs::write(&file, bytes)?;
+    }
+    ensure!(flipped > 1000, "{flipped} bytes changed");
+    let cluster = start()?;
+    let (got, cached) = all(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    ensure!(cached.iter().all(|cached| *cached == 0), "{cached:?}");
+    // Each prompt's first block was read and found to be damaged, if its head was not damaged, too.
+    let found = || metric(&cluster, "baton_kv_tier_verify_failures_total", "").ok();
+    wait(|| (found()? >= 1.0).then_some(()))?;
+    cluster.stop()
+}
+
+fn files(folder: &Path) -> anyhow::Result<Vec<std::path::PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() { found.extend(files(&path)?) } else { found.push(path) }
+    }
+    Ok(found)
+}
+
+/// Split, too: a prompt that comes again is loaded by the prefill worker, or by the decode worker before its handoff.
+#[test]
+fn both_roles_have_tiers() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let options = options(model.path(), 400, None)?;
+    let cluster = Cluster::start(ClusterOptions { aggregated: false, ..options })?;
+    let (want, _) = all(&cluster)?;
+    let (got, _) = all(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    for role in [Role::Prefill, Role::Decode] {
+        let worker = cluster.wait_for_worker(role, |_| true)?;
+        let blocks = worker.metrics()?.sum("baton_kv_tier_blocks", "tier=\"host\"");
+        ensure!(blocks >= 20.0 * PROMPTS as f64, "{role:?} has saved {blocks} blocks");
+    }
+    let workers = cluster.workers();
+    let loaded: anyhow::Result<f64> =
+        workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_kv_loaded_tokens_total", ""))).sum();
+    ensure!(loaded? >= 320.0 * (PROMPTS - 2) as f64);
+    cluster.wait_idle()?;
+    cluster.stop()
+}
+
+#[test]
+fn settings_that_cannot_work_are_refused() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    for (args, field) in [
+        (vec!["--kv-disk", "/tmp/x"], "kv_host"),
+        (vec!["--kv-host", "100B"], "kv_host"),
+        (vec!["--kv-host", "1MiB", "--kv-disk", "/proc/nowhere"], "/proc/nowhere"),
+    ] {
+        let all = ["decode", "--model", &model.path().display().to_string(), "--registry", "http://127.0.0.1:1"];
+        let refused = baton_tests::binary::output(&[&all[..], &args].concat()).unwrap_err().to_string();
+        ensure!(refused.contains(field), "{args:?}: {refused}");
+    }
+    Ok(())
+}
