@@ -61,6 +61,28 @@ impl Store {
         true
     }
 
+    /// Notes all that is in host memory and not on disk.
+    pub(super) fn flush(&mut self) {
+        let Some(disk) = &mut self.disk else { return };
+        let alone = self.index.all().filter(|(_, node)| node.disk.is_none());
+        let mut alone: Vec<_> = alone.map(|(name, node)| (node.usage.last, name)).collect();
+        alone.sort_unstable();
+        disk.flush = alone.into_iter().map(|(_, name)| name).collect();
+    }
+
+    /// Goes on flushing, as far as writes allow. What is written stays in host memory.
+    pub(super) fn flush_on(&mut self) {
+        while self.may_write() {
+            let Some(name) = self.disk.as_mut().and_then(|disk| disk.flush.pop()) else { return };
+            let here = self.index.get(name).and_then(|node| node.host.as_ref()).is_some_and(|copy| !copy.writing);
+            if here && self.worth_writing(name) && !self.demote(name) {
+                // There will be room when a segment is reclaimed.
+                self.disk.iter_mut().for_each(|disk| disk.flush.push(name));
+                return;
+            }
+        }
+    }
+
     /// A block's write has ended.
     pub(super) fn demoted(&mut self, name: BlockName, slot: Slot) {
         let busy = self.slots.release(slot) > 1;

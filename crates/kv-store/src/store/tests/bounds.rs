@@ -130,6 +130,7 @@ fn faults_at_any_time_leave_nothing_behind() {
                 }
                 11 => rig.feed(Input::Pin(key_of(number).name)),
                 12 => rig.feed(Input::Unpin(key_of(number).name)),
+                13 if rig.random.chance(100) => rig.feed(Input::Flush),
                 _ => {
                     rig.turn();
                 }
