@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p baton-store --example throughput -- DIRECTORY
-//! cargo run --release -p baton-store --example throughput -- DIRECTORY 4000 5 8
+//! cargo run --release -p baton-store --example throughput -- DIRECTORY 400 15 8
 //! ```
 //!
 //! The numbers are blocks written and read in a round, rounds, and threads of the store, which is also fio's depth. Each figure is the median of the
@@ -160,7 +160,7 @@ impl Bench {
             }
             self.put(store, number);
         }
-        assert!(store.settled(PATIENCE));
+        assert!(store.flush(PATIENCE));
         assert_eq!(store.counters().overrun, 0, "blocks were dropped");
         self.gigabytes(begun, store.counters().written_bytes[0] / self.shape.stride() as u64)
     }
@@ -236,7 +236,7 @@ fn main() {
     let mut arguments = std::env::args().skip(1);
     let directory = Path::new(&arguments.next().expect("a directory")).join("baton-throughput");
     let mut number = |otherwise: u64| arguments.next().map_or(otherwise, |text| text.parse().unwrap());
-    let (blocks, rounds, threads) = (number(2000), number(5), number(4) as usize);
+    let (blocks, rounds, threads) = (number(400), number(15), number(8) as usize);
     let shape = shape();
     let mut pool = Pages::new(POOL * shape.data_bytes());
     pool.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at.wrapping_mul(0x9e37_79b9) >> 13) as u8);
@@ -277,7 +277,6 @@ fn main() {
             "recovered records a second".to_owned(),
             store.counters().recovered as f64 / begun.elapsed().as_secs_f64(),
         );
-        // The last blocks stayed in host memory, which is gone.
         let numbers = round * blocks..(round + 1) * blocks;
         let there: Vec<u64> = numbers.filter(|number| !store.held(&[key(*number).name]).is_empty()).collect();
         note("disk read store".to_owned(), bench.read(&store, &there, &mut target));

@@ -51,12 +51,7 @@ impl Store {
         }
         let place = self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Demoted));
         let Some(place) = place else { return false };
-        self.slots.hold(slot);
-        self.index.update(name, |node| {
-            if let Some(copy) = &mut node.host {
-                copy.writing = true;
-            }
-        });
+        self.begin_writing(name, slot);
         self.write(block, place, slot, None);
         true
     }
@@ -83,8 +78,18 @@ impl Store {
         }
     }
 
-    /// A block's write has ended.
-    pub(super) fn demoted(&mut self, name: BlockName, slot: Slot) {
+    /// Marks a block's slot, which only one may write to disk at a time.
+    pub(super) fn begin_writing(&mut self, name: BlockName, slot: Slot) {
+        self.slots.hold(slot);
+        self.index.update(name, |node| {
+            if let Some(copy) = &mut node.host {
+                copy.writing = true;
+            }
+        });
+    }
+
+    /// A write from a block's slot has ended.
+    pub(super) fn ends_writing(&mut self, name: BlockName, slot: Slot) {
         let busy = self.slots.release(slot) > 1;
         self.index.update(name, |node| {
             if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {
