@@ -48,6 +48,8 @@ pub enum Input {
     Written(Job, bool),
     /// A segment was scanned: what is at the beginning of each of its records. Empty: it is not there. None: it could not be read.
     Scanned(u32, Option<Vec<Result<Head, Mismatch>>>),
+    /// Whatever in host memory is worth a write is to be on disk, too: the process will end.
+    Flush,
     /// Time has passed.
     Tick,
 }

@@ -189,12 +189,14 @@ impl Segments {
         self.all[place.segment as usize].reading -= 1;
     }
 
-    /// Begins to reclaim the segment with the fewest live blocks, if segments are short. Returns its live blocks.
+    /// Begins to reclaim the segment with the fewest live blocks, if segments are short. Returns its live blocks. A segment in which all are alive
+    /// is never moved: that would gain nothing, and be done for ever.
     pub fn reclaim(&mut self) -> Option<(u32, Vec<BlockName>)> {
         if !self.known() || self.free > 1 {
             return None;
         }
-        let full = |(_, of): &(usize, &Segment)| of.state == State::Full && of.writing == 0;
+        let gains = |of: &Segment| of.live < self.records;
+        let full = |(_, of): &(usize, &Segment)| of.state == State::Full && of.writing == 0 && gains(of);
         let (at, _) = self.all.iter().enumerate().filter(full).min_by_key(|(_, of)| (of.live, of.generation))?;
         self.all[at].state = State::Reclaimed;
         Some((at as u32, self.all[at].names.iter().flatten().copied().collect()))
@@ -267,6 +269,18 @@ mod tests {
         }
         assert_eq!(places.len(), 14, "one of eight is left");
         assert!(segments.append(Reason::Moved).is_some());
+    }
+
+    #[test]
+    fn segments_in_which_all_are_alive_are_left_alone() {
+        let mut segments = segments();
+        let places: Vec<Place> = std::iter::from_fn(|| segments.append(Reason::Demoted)).collect();
+        for (at, place) in places.iter().enumerate() {
+            segments.written(*place, Some(BlockName(at as u128)));
+        }
+        assert_eq!(segments.reclaim(), None);
+        segments.dead(places[3]);
+        assert_eq!(segments.reclaim(), Some((1, vec![BlockName(2)])));
     }
 
     #[test]

@@ -18,4 +18,4 @@ mod threads;
 pub use answers::{Filling, Pending, Reading};
 pub use error::OpenError;
 pub use files::{Disk, Files};
-pub use store::{Event, Got, KvStore, Settings};
+pub use store::{DiskTime, Event, Got, KvStore, Settings};

@@ -27,7 +27,8 @@ impl Work {
 struct State {
     reads: VecDeque<Work>,
     writes: VecDeque<Work>,
-    /// Writes that are carried out now.
+    /// Reads and writes that are carried out now.
+    reading: usize,
     writing: usize,
     /// Reads carried out since the last write, while a write waited.
     passed: u32,
@@ -40,14 +41,13 @@ struct State {
 pub(crate) struct Queue {
     state: Mutex<State>,
     changed: Condvar,
-    /// Most writes at once: at least one thread is always there for reads, if there are two.
-    most_writes: usize,
+    threads: usize,
 }
 
 impl Queue {
     pub fn new(threads: usize) -> Queue {
         let state = State { threads, ..State::default() };
-        Queue { state: Mutex::new(state), changed: Condvar::new(), most_writes: (threads / 2).max(1) }
+        Queue { state: Mutex::new(state), changed: Condvar::new(), threads }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -79,21 +79,31 @@ impl Queue {
     }
 
     fn take(&self, state: &mut State) -> Option<Work> {
-        let may_write = !state.writes.is_empty() && state.writing < self.most_writes;
+        // One thread is always there for reads, if there are two; while there are reads, half of them are.
+        let reads = state.reading > 0 || !state.reads.is_empty();
+        let most = if reads { self.threads / 2 } else { self.threads.saturating_sub(1) };
+        let may_write = !state.writes.is_empty() && state.writing < most.max(1);
         let due = state.passed >= READS_PER_WRITE;
         if may_write && (state.reads.is_empty() || due) {
             (state.passed, state.writing) = (0, state.writing + 1);
             return state.writes.pop_front();
         }
         let work = state.reads.pop_front()?;
+        state.reading += 1;
         state.passed = if state.writes.is_empty() { 0 } else { state.passed.saturating_add(1) };
         Some(work)
     }
 
     /// Work that was taken is done.
     pub fn done(&self, wrote: bool) {
-        if wrote {
-            self.state().writing -= 1;
+        let mut state = self.state();
+        match wrote {
+            true => state.writing -= 1,
+            false => state.reading -= 1,
+        }
+        let more = !state.writes.is_empty();
+        drop(state);
+        if more {
             self.changed.notify_one();
         }
     }
@@ -154,10 +164,14 @@ mod tests {
     fn writes_leave_threads_to_reads() {
         let queue = Queue::new(4);
         (0..5).for_each(|_| queue.push(write()));
-        assert_eq!(order(&queue, 3), "ww-");
+        assert_eq!(order(&queue, 4), "www-");
         queue.push(Work::Scan(0));
         assert_eq!(order(&queue, 2), "r-");
         queue.done(true);
+        assert_eq!(order(&queue, 1), "-", "two threads are for reads while there are any");
+        queue.done(true);
+        assert_eq!(order(&queue, 2), "w-");
+        queue.done(false);
         assert_eq!(order(&queue, 2), "w-");
     }
 }

@@ -33,6 +33,15 @@ pub struct Settings {
     pub threads: usize,
 }
 
+/// Reads or writes of the disk so far.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DiskTime {
+    /// How many.
+    pub count: u64,
+    /// How long they took, each from the time it began.
+    pub spent: Duration,
+}
+
 /// A block came to a tier or left it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
@@ -80,6 +89,8 @@ pub(crate) struct Shared {
     wake: Option<Wake>,
     begun: Instant,
     logged: Mutex<Option<Instant>>,
+    /// Of reads, and of writes.
+    times: Mutex<[DiskTime; 2]>,
     pub memory: Memory,
     pub queue: Arc<Queue>,
     pub disk: Option<Box<dyn Disk>>,
@@ -118,6 +129,7 @@ impl KvStore {
             wake,
             begun: Instant::now(),
             logged: Mutex::new(None),
+            times: Mutex::default(),
             queue: Arc::new(Queue::new(threads)),
             disk,
             shape,
@@ -198,6 +210,17 @@ impl KvStore {
     pub fn settled(&self, limit: Duration) -> bool {
         let waited = self.shared.answered.wait_timeout_while(self.shared.state(), limit, |state| !state.core.idle());
         waited.is_ok_and(|(state, _)| state.core.idle())
+    }
+
+    /// Writes to disk what is in host memory only and worth it, so that the next process finds it. False: it is not all written after `limit`.
+    pub fn flush(&self, limit: Duration) -> bool {
+        self.shared.feed(Input::Flush);
+        self.settled(limit)
+    }
+
+    /// How long the disk has taken for reads, and for writes.
+    pub fn disk_times(&self) -> [DiskTime; 2] {
+        *self.shared.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Checks all accounts, in time linear in the blocks.
@@ -307,6 +330,16 @@ impl Shared {
         let mut state = self.state();
         self.drive(&mut state, Input::Cancel(ticket));
         state.answers.remove(&ticket);
+    }
+
+    /// Takes the time of a read or a write.
+    pub fn timed<T>(&self, writes: bool, work: impl FnOnce() -> T) -> T {
+        let begun = Instant::now();
+        let result = work();
+        let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+        let time = &mut times[usize::from(writes)];
+        (time.count, time.spent) = (time.count + 1, time.spent + begun.elapsed());
+        result
     }
 
     /// Logs a failure of the disk, seldom enough.

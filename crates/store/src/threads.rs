@@ -47,7 +47,7 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
         Work::Read { job, place, into, expect } => {
             // SAFETY: the slot is this read's until the core hears of its end.
             let record = unsafe { shared.memory.write(into, 0, stride) };
-            let read = disk.read(place, record);
+            let read = shared.timed(false, || disk.read(place, record));
             shared.note("read", &read);
             let checked = match read {
                 Ok(()) => check_record(&shared.shape, record, &expect).map_err(ReadError::Mismatch),
@@ -63,7 +63,7 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
                 // SAFETY: the data of a slot that is being written do not change until the core hears of the write's end.
                 disk.write(place, unsafe { shared.memory.read(from, 0, stride) })
             };
-            let written = write();
+            let written = shared.timed(true, write);
             shared.note("write", &written);
             Input::Written(job, written.is_ok())
         }

@@ -3,7 +3,6 @@
 use baton_kv_cache::BlockName;
 
 use super::Store;
-use crate::index::HostCopy;
 use crate::{Policy, Reason, Slot, Tier};
 
 /// Most blocks that wait to be written ahead (I5).
@@ -32,25 +31,12 @@ impl Store {
         }
     }
 
-    /// Remembers a block in host memory that may be worth a write.
+    /// Notes a block in host memory that is worth a write: it is written while the disk has nothing else to write, so that it is there after a crash,
+    /// too, and its slot is free the moment that it is needed.
     pub(super) fn look_at(&mut self, name: BlockName) {
-        if self.ahead.len() < MOST_AHEAD && self.worth_writing(name) {
-            self.ahead.push_back(name);
-        }
-    }
-
-    /// Writes what is worth it while the disk has nothing else to write, so that it is there after a crash too, and its slot is free the moment that it is
-    /// needed. Nothing is evicted for it.
-    pub(super) fn write_ahead(&mut self) {
-        while self.may_write()
-            && self.disk.as_ref().is_some_and(|disk| disk.segments.used() < disk.segments.capacity())
-            && let Some(name) = self.ahead.pop_front()
-        {
-            let waits = |copy: &HostCopy| !copy.writing;
-            let here = self.index.get(name).and_then(|node| node.host.as_ref()).is_some_and(waits);
-            if here && self.worth_writing(name) && !self.demote(name) {
-                return;
-            }
+        let worth = self.worth_writing(name);
+        if let Some(disk) = self.disk.as_mut().filter(|disk| worth && disk.flush.len() < MOST_AHEAD) {
+            disk.flush.push(name);
         }
     }
 
@@ -77,18 +63,45 @@ impl Store {
         }
         let place = self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Demoted));
         let Some(place) = place else { return false };
+        self.begin_writing(name, slot);
+        self.write(block, place, slot, None);
+        true
+    }
+
+    /// Notes all that is in host memory and not on disk.
+    pub(super) fn flush(&mut self) {
+        let Some(disk) = &mut self.disk else { return };
+        let alone = self.index.all().filter(|(_, node)| node.disk.is_none());
+        let mut alone: Vec<_> = alone.map(|(name, node)| (node.usage.last, name)).collect();
+        alone.sort_unstable();
+        disk.flush = alone.into_iter().map(|(_, name)| name).collect();
+    }
+
+    /// Writes what was noted, as far as writes allow. It stays in host memory.
+    pub(super) fn flush_on(&mut self) {
+        while self.may_write() {
+            let Some(name) = self.disk.as_mut().and_then(|disk| disk.flush.pop()) else { return };
+            let here = self.index.get(name).and_then(|node| node.host.as_ref()).is_some_and(|copy| !copy.writing);
+            if here && self.worth_writing(name) && !self.demote(name) {
+                // There will be room when a segment is reclaimed.
+                self.disk.iter_mut().for_each(|disk| disk.flush.push(name));
+                return;
+            }
+        }
+    }
+
+    /// Marks a block's slot, which only one may write to disk at a time.
+    pub(super) fn begin_writing(&mut self, name: BlockName, slot: Slot) {
         self.slots.hold(slot);
         self.index.update(name, |node| {
             if let Some(copy) = &mut node.host {
                 copy.writing = true;
             }
         });
-        self.write(block, place, slot, None);
-        true
     }
 
-    /// A block's write has ended.
-    pub(super) fn demoted(&mut self, name: BlockName, slot: Slot) {
+    /// A write from a block's slot has ended.
+    pub(super) fn ends_writing(&mut self, name: BlockName, slot: Slot) {
         let busy = self.slots.release(slot) > 1;
         self.index.update(name, |node| {
             if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {

@@ -87,7 +87,7 @@ impl Store {
         self.settle(name, place, old, ok && wanted);
         match old {
             Some(old) => self.moved(name, old, slot),
-            None => self.demoted(name, slot),
+            None => self.ends_writing(name, slot),
         }
     }
 

@@ -59,6 +59,8 @@ struct Disk {
     recovery: Recovery,
     reclaim: Option<Reclaim>,
     pause: Pause,
+    /// Blocks that a flush has still to write, the least recently used first.
+    flush: Vec<BlockName>,
     /// Slots kept for blocks that move.
     moving: Vec<Slot>,
     writes: u32,
@@ -79,8 +81,6 @@ pub struct Store {
     flights: BTreeMap<Job, Flight>,
     next_job: Job,
     effects: VecDeque<Effect>,
-    /// Blocks that may be worth a write before host memory needs their slots.
-    ahead: VecDeque<BlockName>,
     counters: Counters,
     now: Time,
 }
@@ -96,6 +96,7 @@ impl Store {
                 recovery: Recovery::new(size.segments),
                 reclaim: None,
                 pause: Pause::default(),
+                flush: Vec::new(),
                 moving: (0..MOVING).filter_map(|_| slots.take()).collect(),
                 writes: 0,
             }),
@@ -114,7 +115,6 @@ impl Store {
             flights: BTreeMap::new(),
             next_job: 0,
             effects: VecDeque::new(),
-            ahead: VecDeque::new(),
             counters: Counters::default(),
             now: Time::default(),
             config,
@@ -141,11 +141,12 @@ impl Store {
             Input::Read(job, result) => self.read(job, result),
             Input::Written(job, ok) => self.written(job, ok),
             Input::Scanned(segment, heads) => self.scanned(segment, heads),
+            Input::Flush => self.flush(),
             Input::Tick => {}
         }
         self.reclaim_on();
         self.demote_on();
-        self.write_ahead();
+        self.flush_on();
     }
 
     /// The next thing to be done.

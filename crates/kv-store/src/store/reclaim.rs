@@ -47,8 +47,8 @@ impl Store {
         // From host memory, if it is there; else by way of a slot that is kept for this.
         if let Some(copy) = &node.host {
             let (slot, block) = (copy.slot, copy.block.clone());
-            self.slots.hold(slot);
             reclaim.moving += 1;
+            self.begin_writing(name, slot);
             self.rewrite(block, place, slot);
             return true;
         }
@@ -90,10 +90,7 @@ impl Store {
         // A slot with one use is one of those kept for moves, unless its block has just left host memory.
         match disk.moving.len() < crate::config::MOVING as usize && self.slots.uses(slot) == 1 {
             true => disk.moving.push(slot),
-            false => {
-                let busy = self.slots.release(slot) > 1;
-                self.set_busy(name, slot, busy);
-            }
+            false => self.ends_writing(name, slot),
         }
     }
 }

@@ -184,3 +184,43 @@ fn errors_without_a_number_are_errors_too() {
     put_all(&store, 0..40);
     assert_eq!(store.counters().disk_errors, 16 + 1, "a scan of each segment, and one write before they rest");
 }
+
+/// A file system of its own, unmounted at the end.
+struct Mounted(tempfile::TempDir);
+
+impl Mounted {
+    fn tmpfs(size: &str) -> Option<Mounted> {
+        let directory = tempfile::tempdir().unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(directory.path());
+        mount.status().is_ok_and(|status| status.success()).then_some(Mounted(directory))
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let unmounted = std::process::Command::new("umount").arg("--lazy").arg(self.0.path()).status();
+        assert!(unmounted.is_ok_and(|status| status.success()));
+    }
+}
+
+/// Not a fault that is played: the file system has room for half of what the store may use.
+#[test]
+fn a_file_system_that_is_full_costs_no_put() {
+    let Some(mounted) = Mounted::tmpfs("500k") else {
+        return baton_types::testing::left_out("mounting a file system takes root");
+    };
+    let config = config(16);
+    let files = Files::open(mounted.0.path(), config.identity, &config.shape, config.disk.unwrap()).unwrap();
+    let store = KvStore::over(Some(Box::new(files)), config, 4, None).unwrap();
+    assert!(store.settled(LONG));
+    put_all(&store, 0..100);
+    let there = on_disk(&store, 0..100);
+    assert!(there.len() > 10 && there.len() < 64, "{} blocks of 8 KiB on disk", there.len());
+    assert!(store.counters().disk_errors > 0);
+    for number in there {
+        assert_eq!(get(&store, number), Ok(Tier::Disk));
+    }
+    store.check().unwrap();
+    drop(store);
+}

@@ -3,12 +3,13 @@
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use baton_kv_store::testing::shape;
 use baton_kv_store::{Identity, Miss, StoreConfig, Tier};
 use baton_store::{KvStore, OpenError, Settings};
 
-use crate::common::{config, get, key_of, on_disk, open, put_all};
+use crate::common::{LONG, config, get, key_of, on_disk, open, put_all};
 
 fn file(directory: &Path) -> PathBuf {
     let mut files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
@@ -23,9 +24,12 @@ fn blocks_outlive_the_process() {
     let there = on_disk(&store, 0..60);
     assert!(there.len() > 30 && get(&store, there[3]) == Ok(Tier::Disk));
     assert_eq!(get(&store, there[3]), Ok(Tier::Host));
+    assert!(store.flush(LONG));
+    let [reads, writes] = store.disk_times();
+    assert!(reads.count == 1 && writes.count >= 60 && writes.spent > Duration::ZERO);
     drop(store);
     let store = open(directory.path(), config(16));
-    assert!(store.counters().recovered >= there.len() as u64);
+    assert_eq!(store.counters().recovered, 60);
     for number in there {
         assert_eq!(get(&store, number), Ok(Tier::Disk), "block {number}");
     }
@@ -64,7 +68,7 @@ fn a_file_that_lost_its_end_is_a_miss() {
     assert_eq!(store.counters().disk_errors, 1);
     put_all(&store, 100..110);
     drop(store);
-    assert!(open(directory.path(), config(16)).settled(crate::common::LONG));
+    assert!(open(directory.path(), config(16)).settled(LONG));
 }
 
 #[test]

@@ -3,7 +3,8 @@
 use baton_types::testing::with_seeds;
 
 use super::rig::{Answer, Rig, config, key_of};
-use crate::{Decline, Effect, Input, Miss, StoreConfig, StoreLimits, Tier};
+use crate::store::Flight;
+use crate::{Decline, Effect, Input, Miss, Policy, StoreConfig, StoreLimits, Tier};
 
 fn begun(config: StoreConfig) -> Rig {
     let mut rig = Rig::new(config, 3);
@@ -107,6 +108,39 @@ fn a_slot_that_is_read_is_nobody_else_s() {
     assert!(rig.put(500));
 }
 
+/// A block that moves from its slot in host memory, and is evicted from disk meanwhile, is not written from that slot a second time
+/// (`Rig` looks) before the first write has ended.
+#[test]
+fn a_slot_is_written_by_one_at_a_time() {
+    let limits = StoreLimits { writes: 16, ..StoreLimits::default() };
+    with_seeds(0..50, |seed| {
+        let mut rig = Rig::new(StoreConfig { policy: Policy::Lru, limits, ..config(12) }, seed);
+        let moving = (0..4000).find_map(|step| {
+            let number = rig.random.below(30) as u32;
+            match step % 4 {
+                0 => rig.get(number) > 0,
+                1 => rig.turn(),
+                _ => rig.put(number),
+            };
+            let tickets: Vec<_> = rig.answers.keys().copied().collect();
+            tickets.into_iter().for_each(|ticket| rig.feed(Input::Cancel(ticket)));
+            rig.answers.clear();
+            rig.store.flights.values().find_map(|flight| match flight {
+                Flight::Write { block, slot, old: Some(_), .. } => {
+                    let copy = rig.store.index.get(block.key.name)?.host.as_ref()?;
+                    (copy.slot == *slot).then_some(block.key.name)
+                }
+                _ => None,
+            })
+        });
+        let name = moving.expect("a block that moves from host memory");
+        rig.store.evict(name, Tier::Disk);
+        rig.feed(Input::Flush);
+        rig.settle();
+        assert!(rig.store.tier(name).is_some());
+    });
+}
+
 /// Whatever fails and whenever: all is accounted for, and nobody waits for ever.
 #[test]
 fn faults_at_any_time_leave_nothing_behind() {
@@ -130,6 +164,7 @@ fn faults_at_any_time_leave_nothing_behind() {
                 }
                 11 => rig.feed(Input::Pin(key_of(number).name)),
                 12 => rig.feed(Input::Unpin(key_of(number).name)),
+                13 if rig.random.chance(100) => rig.feed(Input::Flush),
                 _ => {
                     rig.turn();
                 }

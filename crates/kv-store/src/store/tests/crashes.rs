@@ -204,7 +204,7 @@ fn kv_of_another_model_or_numerics_is_not_read_and_is_overwritten() {
     let mut rig = rig.again(other.clone(), false);
     rig.settle();
     assert_eq!(rig.store.blocks(Tier::Disk), 0);
-    assert_eq!(rig.store.counters().outdated, there.len() as u64);
+    assert!(rig.store.counters().outdated >= there.len() as u64);
     work(&mut rig, 60);
     let rig = rig.again(other, false);
     let mut rig = rig;

@@ -219,3 +219,24 @@ fn writes_are_counted_by_reason() {
     assert_eq!(counters.overrun, 0);
     assert!(rig.disk.now.len() <= 8 && rig.store.blocks(Tier::Disk) <= 12);
 }
+
+/// Before a process ends, what it has in host memory goes to disk; the process that follows finds it.
+#[test]
+fn a_flush_leaves_nothing_in_host_memory_alone() {
+    let mut rig = begun(StoreConfig { min_uses: 2, ..config(12) });
+    for number in 0..9 {
+        rig.put(number);
+        if number != 3 {
+            rig.feed(Input::Seen(vec![key_of(number).name]));
+        }
+    }
+    let leased = rig.get(5);
+    rig.feed(Input::Flush);
+    rig.settle();
+    let on_disk: Vec<u32> = (0..9).filter(|number| rig.on_disk(*number)).collect();
+    assert_eq!(on_disk, [0, 1, 2, 4, 5, 6, 7, 8], "3 was seen once");
+    assert_eq!(rig.outcome(leased, 5), Some(Ok(Tier::Host)));
+    let mut rig = rig.again(config(12), false);
+    rig.settle();
+    assert_eq!((rig.fetch(8), rig.fetch(3)), (Ok(Tier::Disk), Err(Miss::Absent)));
+}

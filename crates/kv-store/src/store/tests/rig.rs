@@ -117,7 +117,17 @@ impl Rig {
                 Effect::Removed(name, tier) => {
                     assert!(self.told.remove(&(name, tier)).is_some(), "removed, never stored")
                 }
-                other => self.waiting.push(other),
+                other => {
+                    let slot = |effect: &Effect| match effect {
+                        Effect::Read { into, .. } => Some(*into),
+                        Effect::Write { from, .. } => Some(*from),
+                        _ => None,
+                    };
+                    let shared =
+                        self.waiting.iter().any(|waiting| slot(waiting).is_some() && slot(waiting) == slot(&other));
+                    assert!(!shared, "two use {:?} at once", slot(&other));
+                    self.waiting.push(other);
+                }
             }
         }
     }
