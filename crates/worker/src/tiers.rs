@@ -177,7 +177,7 @@ impl TiersShell {
         let moves = prefix.moves(size);
         let names: Vec<BlockName> = prefix.prefix.root.chain(&prefix.tokens[..moves as usize], size).collect();
         let first = self.store.held(&names).len();
-        (first < names.len()).then(|| Command::Save(prefix, first as u32))
+        (first < names.len()).then_some(Command::Save(prefix, first as u32))
     }
 
     /// Updates the metrics of what the store counts by itself, every now and then.

@@ -252,7 +252,7 @@ pub enum PlacementError {
     },
     /// There are workers, and its tokens would come too late from each.
     #[error(transparent)]
-    Late(Missed),
+    Late(Box<Missed>),
 }
 
 impl PlacementError {

@@ -121,7 +121,7 @@ fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, Pl
         let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
         // Of the decode workers there is at least one, and so there is an option.
         let none = PlacementError::NoDecodeWorker { model: request.model.to_owned(), draining: 0 };
-        return Err(least.map_or(none, PlacementError::Late));
+        return Err(least.map_or(none, |missed| PlacementError::Late(Box::new(missed))));
     };
     let alike = options.iter().filter(|option| option.sum <= best.sum + ALIKE).filter(meets);
     let Weighed { placed, terms, fetch, .. } =

@@ -20,7 +20,7 @@ impl Placement for PresentLoad {
         let token = request.slo.token.filter(|limit| over(limit, terms.token));
         match (first_token, token) {
             (None, None) => Ok(chosen),
-            _ => Err(PlacementError::Late(Missed { terms, first_token, token, deadline: None })),
+            _ => Err(PlacementError::Late(Box::new(Missed { terms, first_token, token, deadline: None }))),
         }
     }
 
