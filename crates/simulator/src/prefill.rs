@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_engine::{Engine, Start};
 use baton_handoff::{Core, Descriptor, FAREWELL, Op, PathTable, TransferError, TransferStats, Writes};
@@ -15,9 +15,11 @@ use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
 use crate::events::{Event, Life, Place, Process, Serial};
+use crate::exchange::Exchanging;
 use crate::membership::Registration;
 use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
+use crate::prefixes::Job;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
@@ -46,6 +48,8 @@ pub(crate) struct Handoff {
     /// The session it was begun at.
     pub session: Serial,
     pub seq: Option<SeqId>,
+    /// The sequence is a prefix that is served, not a request.
+    pub prefix: bool,
     /// Its completion or abort has been requested; so its owner is told of one end only.
     pub ended: bool,
     /// Its blocks are in quarantine until it ends.
@@ -69,13 +73,13 @@ impl Handoff {
 
 /// What is needed to open a request's handoff once its target is known.
 #[derive(Clone, Copy)]
-struct Aim {
+pub(crate) struct Aim {
     /// Tokens of the sequence.
     tokens: usize,
     deadline: Instant,
     /// Earliest world time at which the deadline may pass, whatever the clocks show, and when the handoff must have ended.
     due: Micros,
-    ends: Micros,
+    pub ends: Micros,
 }
 
 /// A write that waits for room.
@@ -100,6 +104,9 @@ pub(crate) struct Prefill {
     targets: BTreeMap<Call, (Aim, Option<SeqId>)>,
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
+    pub exchanging: Exchanging,
+    /// Prefixes that are served, in the order in which they are written.
+    pub jobs: VecDeque<Job>,
     next: u64,
     pub sessions: BTreeMap<Serial, PrefillSession>,
     /// The last session to each worker.
@@ -132,6 +139,8 @@ impl Prefill {
             targets: BTreeMap::new(),
             handoffs: BTreeMap::new(),
             waiting: VecDeque::new(),
+            exchanging: Exchanging::default(),
+            jobs: VecDeque::new(),
             next: 0,
             sessions: BTreeMap::new(),
             latest: BTreeMap::new(),
@@ -152,9 +161,13 @@ impl Prefill {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
         let held = (streams, self.handoffs.len(), self.callers.len());
-        match snapshot.idle && held == (0, 0, 0) {
+        let moved = (thread.core.exchange().streams(), self.exchanging.callers.len(), self.jobs.len());
+        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) {
             true => Ok(()),
-            false => Err(format!("{}: {snapshot:?}; streams, handoffs, callers: {held:?}", self.id)),
+            false => Err(format!(
+                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}",
+                self.id
+            )),
         }
     }
 
@@ -182,6 +195,10 @@ impl Host for PrefillHost {
 
     fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
         world.prefill_effect(place, effect)
+    }
+
+    fn exchanging(world: &mut World, place: Place) -> &mut Exchanging {
+        &mut world.prefills[place].exchanging
     }
 
     fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
@@ -235,6 +252,8 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
+            Up::Serve { call, prefix, target } => self.asked_to_serve(place, (link, made), call, prefix, &target),
+            Up::Fetch { call, .. } => self.refuse_exchange((link, made), call),
             Up::Probe => {}
         }
         self.wake_engine(Process::Prefill(place));
@@ -254,13 +273,8 @@ impl World {
         } else {
             Process::Prefill(place)
         };
-        let left = ask.time_left.as_micros() as Micros;
-        let aim = Aim {
-            tokens: ask.tokens.len(),
-            deadline: self.clock_now(clock) + ask.time_left,
-            due: self.now + left.saturating_sub(self.by_any_clock(left) - left),
-            ends: self.now + self.by_any_clock(left + self.bound()),
-        };
+        let deadline = self.clock_now(clock) + ask.time_left;
+        let aim = Aim { deadline, ..self.aim(place, ask.time_left, ask.tokens.len()) };
         let opened = target.map(|target| self.open_handoff(place, aim, target)).transpose()?;
         let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
         let new = sequence(ask, size, Start::ComputeAndHold, now);
@@ -279,6 +293,17 @@ impl World {
         Ok(())
     }
 
+    /// For a handoff of so many tokens that has so much time.
+    pub(crate) fn aim(&self, place: Place, time: Duration, tokens: usize) -> Aim {
+        let left = time.as_micros() as Micros;
+        Aim {
+            tokens,
+            deadline: self.clock_now(Process::Prefill(place)) + time,
+            due: self.now + left.saturating_sub(self.by_any_clock(left) - left),
+            ends: self.now + self.by_any_clock(left + self.bound()),
+        }
+    }
+
     /// The target of a request that came without has arrived.
     fn aimed(&mut self, place: Place, call: Call, target: &[u8]) {
         let Some((aim, Some(seq))) = self.prefills[place].targets.remove(&call) else { return };
@@ -292,7 +317,12 @@ impl World {
     }
 
     /// Opens the handoff into a target. Returns its number.
-    fn open_handoff(&mut self, place: Place, aim: Aim, target: &[u8]) -> Result<(u64, Target), (ErrorKind, String)> {
+    pub(crate) fn open_handoff(
+        &mut self,
+        place: Place,
+        aim: Aim,
+        target: &[u8],
+    ) -> Result<(u64, Target), (ErrorKind, String)> {
         let refused = |error: &dyn BatonError| (error.kind(), error.to_string());
         let Aim { tokens, deadline, due, ends } = aim;
         let layout = self.geometry.layout.clone();
@@ -305,10 +335,21 @@ impl World {
         let prefill = &mut self.prefills[place];
         prefill.next += 1;
         let (id, life) = (prefill.next, prefill.life);
-        let (seq, ended, quarantined) = (None, false, false);
+        let (seq, prefix, ended, quarantined) = (None, false, false, false);
         prefill.handoffs.insert(
             id,
-            Handoff { writes, peer: target.worker, decode, session, seq, ended, quarantined, completed: None, due },
+            Handoff {
+                writes,
+                peer: target.worker,
+                decode,
+                session,
+                seq,
+                prefix,
+                ended,
+                quarantined,
+                completed: None,
+                due,
+            },
         );
         let ends = ends.max(self.now + self.bound());
         self.events.plan(ends, Event::MustHaveEnded { prefill: place, life, handoff: id });
@@ -386,6 +427,7 @@ impl World {
             prefill.callers.remove(&seq);
             prefill.inbox.push_back(Input::Command(Command::Cancel(seq)));
         }
+        self.hang_up_exchanges::<PrefillHost>(place, gone);
         self.wake_engine(Process::Prefill(place));
     }
 
