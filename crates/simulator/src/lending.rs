@@ -17,6 +17,10 @@ impl World {
     /// Makes a reservation, as the receiving end of handoffs does: enters it in the ledger and returns its descriptor.
     pub(crate) fn lend_out(&mut self, place: Place, loan: Loan) -> Result<Result<Vec<u8>, TransferError>, Violation> {
         let Loan { seq, epoch, tokens, first, blocks, lease } = loan;
+        // I3: what comes for an earlier loan must not be taken for this one's.
+        if self.decodes[place].lends.values().any(|other| *other == epoch) {
+            return Err(self.violation("I3", format!("decode {place} lends blocks under {epoch} again")));
+        }
         self.decodes[place].lends.insert(seq, epoch);
         let sequence = self.decodes[place].sequences.get(&seq).cloned().unwrap_or_default();
         let (key, at) = (self.random.bits(), self.clock_now(Process::Decode(place)) + lease);

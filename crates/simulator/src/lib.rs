@@ -49,6 +49,7 @@ mod joining;
 mod lending;
 mod lifecycle;
 mod membership;
+mod opening;
 mod outbox;
 mod pool;
 mod prefill;
