@@ -325,7 +325,9 @@ impl Engine {
                 let advances = other.last_step == self.steps && sequence.waited < sequence.len();
                 !other.sealed && tables.indexed() && (earlier || advances)
             }
-            Phase::Receiving(lent) => (sequence.start == Start::Receive || other.exchange) && lent.indexed() && earlier,
+            // I5: not for a fetch that began after it came. Others may follow that one, and none has to succeed.
+            Phase::Receiving(lent) if other.exchange => lent.indexed() && other.turn.seq < sequence.turn.seq,
+            Phase::Receiving(lent) => sequence.start == Start::Receive && lent.indexed() && earlier,
             Phase::Waiting | Phase::Held(_) => false,
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! One worker *serves* blocks that it has, another *fetches* them. Neither computes anything, and both begin at once or not at all: a fetch saves
 //! work, so it is not worth a place in the queue. A prompt that comes while its prefix is being fetched waits for the fetch, as it would for a
-//! sequence that computes that prefix . If the fetch fails, the prompt is computed.
+//! sequence that computes that prefix. If the fetch fails, the prompt is computed.
 
 use baton_kv_cache::{KvError, Need, Prefix, Readers};
 use baton_types::{RequestId, SamplingParams, SeqId};

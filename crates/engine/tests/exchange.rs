@@ -3,7 +3,9 @@
 
 mod rig;
 
-use baton_engine::{EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Prefix, SequenceError, Start, Time};
+use baton_engine::{
+    EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Order, Prefix, SequenceError, Start, Time,
+};
 use baton_types::{PoolGeometry, RequestId, SeqId};
 use rig::{LIMITS, Rig, layout, request};
 
@@ -100,6 +102,21 @@ fn a_prompt_whose_fetch_fails_is_computed() {
     assert_eq!(to.blocks(), (0, 0, 7));
     to.engine.clear_quarantine(fetches).unwrap();
     assert!(to.engine.idle());
+}
+
+/// I5: however many prefixes that begin alike are fetched after it came, and all in vain.
+#[test]
+fn a_prompt_waits_for_no_fetch_that_begins_later() {
+    let mut to = Rig::new(EngineConfig { order: Order::Priority, overtakes: 3, ..LIMITS }, 60);
+    fetch(&mut to, 30).unwrap();
+    let prompt = to.engine.submit(sharing(Start::Compute, 30, 1)).unwrap();
+    assert_eq!(to.step(), []);
+    let tokens = (0..28).chain([90, 91, 92, 93, 94]).collect();
+    let longer = Exchange { tokens, deadline: Time(0).after_ms(200), ..exchange(0) };
+    to.engine.fetch(longer, &mut to.events).unwrap();
+    assert_eq!(to.step(), [], "both are on their way");
+    to.now = Time(0).after_ms(100);
+    assert_eq!(to.step(), [(prompt.0, 30)]);
 }
 
 #[test]

@@ -161,6 +161,11 @@ impl Exchange {
         self.open.len()
     }
 
+    /// How many epochs a peer may write under, and how many are being fenced.
+    pub fn epochs(&self) -> (usize, usize) {
+        self.loans.counts()
+    }
+
     /// Whether an event of the receiving end is about one of its loans.
     pub fn knows(&self, epoch: Epoch) -> bool {
         self.loans.has(epoch)

@@ -116,6 +116,10 @@ fn main() -> Result<(), String> {
         sum.handoffs, sum.verified, sum.withdrawn, sum.handoffs_failed
     );
     println!(
+        "{} prefixes fetched, not fetched: {:?}; {} rows computed on fetched KV",
+        sum.fetched, sum.fetches_failed, sum.rows_fetched
+    );
+    println!(
         "{} sessions were replaced; {} connections joined one, {} were left out; {} completions overtook writes",
         sum.replaced, sum.joined, sum.left_out, sum.overtook
     );

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use baton_engine::{BlockAccount, BlockCounts, Engine, HOLE, Hold, Holding};
 use baton_handoff::ReceiverEvent;
 use baton_kv_cache::BlockState;
-use baton_roles::{Input, decode, prefill};
+use baton_roles::{Input, decode, exchange, prefill};
 use baton_types::{BlockId, Epoch, PoolGeometry, SeqId};
 
 use crate::Violation;
@@ -199,9 +199,14 @@ impl Books for Decode {
     }
 
     fn will_end(&self, holding: &Holding<'_>) -> Checked {
-        let cancel =
-            |input: &Input<_>| matches!(input, Input::Command(decode::Command::Cancel(seq)) if *seq == holding.seq);
-        if !holding.ended && !self.callers.contains_key(&holding.seq) && !self.inbox.iter().any(cancel) {
+        let cancel = |input: &Input<_>| match input {
+            Input::Command(decode::Command::Cancel(seq)) | Input::Exchange(exchange::Command::Cancel(seq)) => {
+                *seq == holding.seq
+            }
+            _ => false,
+        };
+        let asked = self.callers.contains_key(&holding.seq) || self.exchanging.callers.contains_key(&holding.seq);
+        if !holding.ended && !asked && !self.inbox.iter().any(cancel) {
             return Err("it has no stream".into());
         }
         let from = match holding.hold {
@@ -241,13 +246,15 @@ impl Books for Prefill {
 
     fn will_end(&self, holding: &Holding<'_>) -> Checked {
         let of = |input: &Input<_>| match input {
-            Input::Command(prefill::Command::Cancel(seq)) => (*seq == holding.seq, false),
-            Input::Command(prefill::Command::Ended { seq, .. } | prefill::Command::Quiet(seq)) => {
-                (false, *seq == holding.seq)
+            Input::Command(prefill::Command::Cancel(seq)) | Input::Exchange(exchange::Command::Cancel(seq)) => {
+                (*seq == holding.seq, false)
             }
+            Input::Command(prefill::Command::Ended { seq, .. } | prefill::Command::Quiet(seq))
+            | Input::Exchange(exchange::Command::Ended { seq, .. }) => (false, *seq == holding.seq),
             _ => (false, false),
         };
-        if !holding.ended && !self.callers.contains_key(&holding.seq) && !self.inbox.iter().any(|input| of(input).0) {
+        let asked = self.callers.contains_key(&holding.seq) || self.exchanging.callers.contains_key(&holding.seq);
+        if !holding.ended && !asked && !self.inbox.iter().any(|input| of(input).0) {
             return Err("it has no stream".into());
         }
         let read = matches!(holding.hold, Hold::Held | Hold::Quarantined);

@@ -7,10 +7,12 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use baton_policy::{Broken, DecodeWord, LegEnd, PrefillWord};
+use baton_roles::exchange::Answer;
 use baton_types::{SamplingParams, WorkerId};
 
 use crate::Violation;
 use crate::events::{Event, Life, Place, Process};
+use crate::exchange::PrefixAsk;
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -52,6 +54,17 @@ pub(crate) enum Up {
         call: Call,
         target: Vec<u8>,
     },
+    /// Take this prefix from another worker.
+    Fetch {
+        call: Call,
+        prefix: PrefixAsk,
+    },
+    /// Give this prefix to the worker that the target is from.
+    Serve {
+        call: Call,
+        prefix: PrefixAsk,
+        target: Vec<u8>,
+    },
     Cancel {
         call: Call,
     },
@@ -63,6 +76,8 @@ pub(crate) enum Up {
 pub(crate) enum Down {
     DecodeSaid(Call, DecodeWord),
     PrefillSaid(Call, PrefillWord),
+    /// Of a prefix that is fetched or served; not that it failed.
+    Moved(Call, Answer),
     Ended(Call, LegEnd),
     Probed,
 }
@@ -94,7 +109,9 @@ impl World {
         let router_life = self.routers[link.0].life;
         let Some(connection) = self.links.get_mut(&link) else { return };
         let to = connection.to;
-        if let Up::Decode { call, .. } | Up::Prefill { call, .. } = &message {
+        if let Up::Decode { call, .. } | Up::Prefill { call, .. } | Up::Fetch { call, .. } | Up::Serve { call, .. } =
+            &message
+        {
             connection.calls.insert(*call);
         }
         let alive = self.is_alive(to);

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use baton_engine::{BlockName, Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
-use baton_handoff::{FenceState, Ledger, Members, TransferError, TransferLimits};
+use baton_handoff::{Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
-use baton_roles::{Decode as Role, Drain, Input, Loan, Refused, StepLaunch, Ticket, WorkerCore};
-use baton_types::{BatonError, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
+use baton_roles::{Decode as Role, Drain, Input, Refused, StepLaunch, Ticket, WorkerCore};
+use baton_types::{BatonError, BlockId, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
 use crate::client::VOCAB;
@@ -16,6 +16,7 @@ use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode_session::DecodeSession;
 use crate::engine::{Host, Thread};
 use crate::events::{Life, Line, Place, Process};
+use crate::exchange::{Exchanging, addressed};
 use crate::membership::Registration;
 use crate::pool::{Blocks, Memory};
 use crate::stream::{Micros, Timer};
@@ -53,11 +54,16 @@ pub(crate) struct Decode {
     tickets: BTreeMap<Ticket, Caller>,
     pub callers: BTreeMap<SeqId, Caller>,
     /// Tokens of every sequence it has accepted.
-    sequences: BTreeMap<SeqId, Vec<u32>>,
+    pub sequences: BTreeMap<SeqId, Vec<u32>>,
+    pub exchanging: Exchanging,
     pub books: BTreeMap<Epoch, Lent>,
     /// The epoch under which each sequence's blocks were lent.
     pub lends: BTreeMap<SeqId, Epoch>,
     pub verified: BTreeSet<Epoch>,
+    /// Epochs of prefixes that are fetched.
+    pub fetches: BTreeSet<Epoch>,
+    /// Blocks that came with a fetched prefix and were not written to since, with their groups.
+    pub fetched: BTreeSet<(usize, BlockId)>,
     next_ticket: u64,
     pub sessions: BTreeMap<Line, DecodeSession>,
     pub members: Members<Line>,
@@ -92,9 +98,12 @@ impl Decode {
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
             sequences: BTreeMap::new(),
+            exchanging: Exchanging::default(),
             books: BTreeMap::new(),
             lends: BTreeMap::new(),
             verified: BTreeSet::new(),
+            fetches: BTreeSet::new(),
+            fetched: BTreeSet::new(),
             next_ticket: 0,
             sessions: BTreeMap::new(),
             streams: BTreeMap::new(),
@@ -134,10 +143,12 @@ impl Decode {
         let (snapshot, role) = (thread.core.snapshot(), thread.core.role());
         let reservations = self.ledger.stats().reservations;
         let held = (role.streams(), role.epochs(), reservations, self.callers.len());
-        match snapshot.idle && held == (0, (0, 0), 0, 0) {
+        let exchange = thread.core.exchange();
+        let moved = (exchange.streams(), exchange.epochs(), self.exchanging.callers.len());
+        match snapshot.idle && held == (0, (0, 0), 0, 0) && moved == (0, (0, 0), 0) {
             true => Ok(()),
             false => Err(format!(
-                "{}: {snapshot:?}; streams, epochs, reservations, callers: {held:?}, {:?}",
+                "{}: {snapshot:?}; streams, epochs, reservations, callers: {held:?}, {:?}; prefixes, their epochs, callers: {moved:?}",
                 self.id, self.callers
             )),
         }
@@ -147,13 +158,17 @@ impl Decode {
 /// Longest time for which workers keep prompts in their caches.
 const MOST_KEPT: Duration = Duration::from_secs(1);
 
+/// How a prompt of these clients is named in prefix caches.
+pub(crate) fn named(salt: u64, priority: i32, block_size: u32, now: Time) -> Prefix {
+    // Some ask for their prompts to be kept.
+    let wanted = if priority > 0 { 2 * MOST_KEPT } else { Duration::ZERO };
+    let root = BlockName::root(&salt.to_string(), block_size);
+    Prefix { seed: mix(salt), root, ..Prefix::default() }.kept_for(wanted, MOST_KEPT, priority, now)
+}
+
 /// A router's request as a new sequence for the engine.
 pub(crate) fn sequence(ask: &Ask, block_size: u32, start: Start, now: Time) -> Box<NewSequence> {
     let nanos = ask.time_left.as_nanos() as u64;
-    // Some ask for their prompts to be kept.
-    let wanted = if ask.priority > 0 { 2 * MOST_KEPT } else { Duration::ZERO };
-    let root = BlockName::root(&ask.salt.to_string(), block_size);
-    let prefix = Prefix { seed: mix(ask.salt), root, ..Prefix::default() };
     Box::new(NewSequence {
         request_id: RequestId(ask.request.to_string()),
         tokens: ask.tokens.clone(),
@@ -161,7 +176,7 @@ pub(crate) fn sequence(ask: &Ask, block_size: u32, start: Start, now: Time) -> B
         params: ask.params.clone(),
         start,
         deadline: Some(Time(now.0 + nanos)),
-        prefix: Some(prefix.kept_for(wanted, MOST_KEPT, ask.priority, now)),
+        prefix: Some(named(ask.salt, ask.priority, block_size, now)),
         priority: ask.priority,
         // Who shares KV is one tenant.
         share: Share { tenant: ask.salt, weight: 1 + (ask.salt % 3) as u32 },
@@ -204,6 +219,14 @@ impl Host for DecodeHost {
         world.decode_effect(place, effect)
     }
 
+    fn exchanging(world: &mut World, place: Place) -> &mut Exchanging {
+        &mut world.decodes[place].exchanging
+    }
+
+    fn addressed(core: &WorkerCore<Role>, input: Input<Command>) -> Input<Command> {
+        addressed(core, input)
+    }
+
     fn stored(_: &mut World, _: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
         launch.stored(layer, |_| Err(TransferError::Closed));
         Ok(true)
@@ -224,7 +247,10 @@ impl Host for DecodeHost {
                     format!("decode {place} computes with {block} of group {group}, which is lent under {epoch}");
                 Err(world.violation("I3", what))
             }
-            None => Ok(()),
+            None => {
+                world.count_fetched(place, core, step);
+                Ok(())
+            }
         }
     }
 }
@@ -254,6 +280,8 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a prefill worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
+            Up::Fetch { call, prefix } => self.asked_to_fetch(place, (link, made), call, prefix),
+            Up::Serve { call, .. } => self.refuse_exchange((link, made), call),
             Up::Probe | Up::Target { .. } => {}
         }
         self.wake_engine(Process::Decode(place));
@@ -269,6 +297,7 @@ impl World {
             decode.callers.remove(&seq);
             decode.inbox.push_back(Input::Command(Command::Cancel(seq)));
         }
+        self.hang_up_exchanges::<DecodeHost>(place, gone);
         self.wake_engine(Process::Decode(place));
     }
 
@@ -290,24 +319,13 @@ impl World {
                 }
             }
             Effect::Say(seq, answer) => self.decode_says(place, seq, answer),
-            Effect::Lend(Loan { seq, epoch, tokens, first, blocks, lease }) => {
-                let sequence = self.decodes[place].sequences.get(&seq).cloned();
-                let lent = (sequence.unwrap_or_default(), first, blocks);
-                self.decodes[place].lends.insert(seq, epoch);
-                let outcome = self.lend(place, epoch, tokens, lent, lease)?;
-                return Ok(Some(Command::Lent { epoch, outcome }));
+            Effect::Lend(loan) => {
+                let epoch = loan.epoch;
+                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(place, loan)? }));
             }
-            Effect::Release(epoch) => {
-                self.decodes[place].ledger.release(epoch);
-                self.after(place)?;
-            }
+            Effect::Release(epoch) => self.release(place, epoch)?,
             Effect::Fence(epoch) => {
-                self.summary.withdrawn += 1;
-                let state = self.decodes[place].ledger.fence(epoch);
-                if state == FenceState::Clear {
-                    self.unlend(place, epoch);
-                }
-                self.after(place)?;
+                let state = self.fence(place, epoch)?;
                 return Ok(Some(Command::FenceBegun { epoch, state }));
             }
             Effect::Arrived { .. } | Effect::HandoffFailed { .. } => {}

@@ -13,6 +13,7 @@ use baton_types::TokenOut;
 use crate::Violation;
 use crate::accounting::{Accounts, Counted};
 use crate::events::{Event, Place, Process};
+use crate::exchange::Exchanging;
 use crate::pool::Bytes;
 use crate::stream::Micros;
 use crate::world::World;
@@ -54,6 +55,15 @@ pub(crate) trait Host: Counted {
         place: Place,
         effect: <Self::Role as RoleCore>::Effect,
     ) -> Result<Option<<Self::Role as RoleCore>::Command>, Violation>;
+    /// The streams of the prefixes that it moves.
+    fn exchanging(world: &mut World, place: Place) -> &mut Exchanging;
+    /// Tells whom an input is for, as the thread does when it takes one from its inbox.
+    fn addressed(
+        _: &WorkerCore<Self::Role>,
+        input: Input<<Self::Role as RoleCore>::Command>,
+    ) -> Input<<Self::Role as RoleCore>::Command> {
+        input
+    }
     /// Handles a stored layer. False while a write waits for room; it is then called again later.
     fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation>;
     /// Checks a step (I3) before it is launched.
@@ -101,6 +111,7 @@ impl World {
                 return Ok(());
             }
             while let Some(input) = H::inbox(self, place).pop_front() {
+                let input = H::addressed(&thread.core, input);
                 self.feed::<H>(place, thread, input)?;
             }
             self.feed::<H>(place, thread, Input::Turn)?;
@@ -121,8 +132,9 @@ impl World {
         while let Some(effect) = thread.core.next_effect() {
             let answer = match effect {
                 Effect::Role(effect) => H::perform(self, place, effect)?.map(Input::Command),
-                // No simulated router asks for prefixes to be moved, and no simulated worker has a store.
-                Effect::Exchange(_) | Effect::Tiers(_) => None,
+                Effect::Exchange(effect) => self.exchange_effect::<H>(place, effect)?.map(Input::Exchange),
+                // No simulated worker has a store.
+                Effect::Tiers(_) => None,
                 Effect::Launch(launch) => self.launch::<H>(place, thread, launch)?,
                 Effect::Collect { step, tokens, failed } => {
                     let took = if failed.is_some() { 1 } else { self.pace.step(tokens, &mut self.random) };

@@ -96,6 +96,21 @@ pub(crate) enum Event {
         life: Life,
         worker: WorkerId,
     },
+    /// A prefix that is to move has taken too long, at this stage.
+    PrefixOver {
+        router: Place,
+        life: Life,
+        prefix: u64,
+        serves: bool,
+    },
+    /// A request has waited long enough for its prefix to begin to move.
+    PrefixBegins {
+        router: Place,
+        life: Life,
+        prefix: u64,
+    },
+    /// A router may have some prefix moved that no request needs now.
+    AnyPrefix,
     /// News of a worker's prefix cache, and of its load.
     News {
         link: Link,
@@ -200,6 +215,11 @@ pub(crate) enum Event {
     Died {
         line: Line,
     },
+    /// A prefill worker's thread that writes prefixes goes on.
+    WritePrefix {
+        prefill: Place,
+        life: Life,
+    },
     /// A handoff should have ended by now.
     MustHaveEnded {
         prefill: Place,
@@ -235,6 +255,8 @@ impl Event {
             | Event::Wake { router, life, .. }
             | Event::Probe { router, life, .. }
             | Event::ProbeOver { router, life, .. }
+            | Event::PrefixOver { router, life, .. }
+            | Event::PrefixBegins { router, life, .. }
             | Event::Follow { router, life, .. }
             | Event::FollowWake { router, life }
             | Event::Listed { router, life, .. } => (Process::Router(*router), Some(*life)),
@@ -245,9 +267,9 @@ impl Event {
             | Event::EngineStep { process, life }
             | Event::Hangup { process, life, .. }
             | Event::DrainOver { process, life } => (*process, Some(*life)),
-            Event::PrefillTurn { prefill, life, .. } | Event::MustHaveEnded { prefill, life, .. } => {
-                (Process::Prefill(*prefill), Some(*life))
-            }
+            Event::PrefillTurn { prefill, life, .. }
+            | Event::WritePrefix { prefill, life }
+            | Event::MustHaveEnded { prefill, life, .. } => (Process::Prefill(*prefill), Some(*life)),
             Event::Desk { decode, life } => (Process::Decode(*decode), Some(*life)),
             _ => return None,
         })

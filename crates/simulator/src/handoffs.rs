@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use baton_handoff::{Done, Quiet, TransferError};
 use baton_roles::prefill::Command;
-use baton_roles::{Input, StepLaunch};
+use baton_roles::{Input, StepLaunch, exchange};
 use baton_types::SeqId;
 
 use crate::Violation;
@@ -98,13 +98,17 @@ impl World {
     }
 
     pub(crate) fn abort_handoff(&mut self, place: Place, id: u64, quarantined: bool) {
+        let reports = self.prefills[place].reports.clone();
+        let tell = move || reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Quiet));
+        self.end_handoff(place, id, quarantined, Box::new(tell));
+    }
+
+    /// Aborts a handoff. `tell` is called once nothing reads its blocks.
+    pub(crate) fn end_handoff(&mut self, place: Place, id: u64, quarantined: bool, tell: Box<dyn FnOnce() + Send>) {
         let prefill = &mut self.prefills[place];
-        let reports = prefill.reports.clone();
         let Some(handoff) = prefill.handoffs.get_mut(&id).filter(|handoff| !handoff.ended) else { return };
         (handoff.ended, handoff.quarantined) = (true, quarantined);
-        let quiet = Quiet(Some(Box::new(move || {
-            reports.lock().unwrap_or_else(PoisonError::into_inner).push((id, Told::Quiet));
-        })));
+        let quiet = Quiet(Some(tell));
         let (epoch, serial) = (handoff.epoch(), handoff.session);
         match prefill.sessions.get_mut(&serial) {
             Some(session) => drop(session.line.abort(epoch, quiet)),
@@ -132,7 +136,10 @@ impl World {
                 Told::Done(outcome) => {
                     let verified = outcome.is_ok();
                     let transport = handoff.writes.core().transport();
-                    prefill.inbox.push_back(Input::Command(Command::Ended { seq, outcome, transport }));
+                    prefill.inbox.push_back(match handoff.prefix {
+                        true => Input::Exchange(exchange::Command::Ended { seq, outcome, transport }),
+                        false => Input::Command(Command::Ended { seq, outcome, transport }),
+                    });
                     let (decode, epoch) = (&self.decodes[handoff.decode], handoff.epoch());
                     if verified && decode.id == handoff.peer && !decode.has_verified(epoch) {
                         let what = format!("{} was told that {epoch} is verified, and it is not", handoff.peer);

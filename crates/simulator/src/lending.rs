@@ -1,29 +1,28 @@
 //! What a decode worker lends: the real ledger, and beside it the checker's own record (I2, I3).
 
-use std::time::Duration;
-
-use baton_handoff::{Descriptor, Host as Machine, ReceiverEvent, TransferError};
-use baton_roles::Input;
+use baton_handoff::{Descriptor, FenceState, Host as Machine, ReceiverEvent, TransferError};
 use baton_roles::decode::Command;
+use baton_roles::{Input, Loan};
 use baton_types::Epoch;
 
 use crate::decode::Lent;
 use crate::events::{Event, Place, Process};
-use crate::pool::Blocks;
+use crate::fetched::forget;
+use crate::pool::each;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
 impl World {
     /// Makes a reservation, as the receiving end of handoffs does: enters it in the ledger and returns its descriptor.
-    pub(crate) fn lend(
-        &mut self,
-        place: Place,
-        epoch: Epoch,
-        tokens: u32,
-        (sequence, first, blocks): (Vec<u32>, Vec<u32>, Blocks),
-        lease: Duration,
-    ) -> Result<Result<Vec<u8>, TransferError>, Violation> {
+    pub(crate) fn lend_out(&mut self, place: Place, loan: Loan) -> Result<Result<Vec<u8>, TransferError>, Violation> {
+        let Loan { seq, epoch, tokens, first, blocks, lease } = loan;
+        // I3: what comes for an earlier loan must not be taken for this one's.
+        if self.decodes[place].lends.values().any(|other| *other == epoch) {
+            return Err(self.violation("I3", format!("decode {place} lends blocks under {epoch} again")));
+        }
+        self.decodes[place].lends.insert(seq, epoch);
+        let sequence = self.decodes[place].sequences.get(&seq).cloned().unwrap_or_default();
         let (key, at) = (self.random.bits(), self.clock_now(Process::Decode(place)) + lease);
         let decode = &mut self.decodes[place];
         if let Err(error) = decode.ledger.reserve(epoch, key, &blocks, at) {
@@ -31,6 +30,7 @@ impl World {
         }
         // I3, by the checker's own record.
         let taken = decode.memory.take_alone(&blocks, epoch);
+        each(&blocks).for_each(|block| forget(&mut decode.fetched, block));
         let target = Descriptor {
             worker: decode.id,
             epoch,
@@ -51,6 +51,23 @@ impl World {
         self.milestone("lent", Process::Decode(place));
         self.after(place)?;
         Ok(Ok(target.encode()))
+    }
+
+    /// Ends the lease of verified blocks.
+    pub(crate) fn release(&mut self, place: Place, epoch: Epoch) -> Result<(), Violation> {
+        self.decodes[place].ledger.release(epoch);
+        self.after(place)
+    }
+
+    /// Takes a reservation back.
+    pub(crate) fn fence(&mut self, place: Place, epoch: Epoch) -> Result<FenceState, Violation> {
+        self.summary.withdrawn += 1;
+        let state = self.decodes[place].ledger.fence(epoch);
+        if state == FenceState::Clear {
+            self.unlend(place, epoch);
+        }
+        self.after(place)?;
+        Ok(state)
     }
 
     /// Ends a loan: nobody may write under this epoch any more.
@@ -119,6 +136,7 @@ impl World {
                 // I2: the checker computes the KV of these tokens; the code under test only compares digests.
                 let right = decode.memory.compare(&lent.tokens, &lent.first, &lent.blocks);
                 right.map_err(|what| self.violation("I2", format!("{epoch}: {what}")))?;
+                self.prefix_is_here(place, *epoch);
                 self.unlend(place, *epoch);
                 self.summary.verified += 1;
                 self.note(|| format!("decode {place} has verified {epoch}"));

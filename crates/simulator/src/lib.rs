@@ -6,14 +6,14 @@
 //! - membership ([`baton_membership`]);
 //! - the two roles, their step loop, and how a worker drains ([`baton_roles`]);
 //! - the engine and its block pools, over the fake model;
-//! - the handoff protocol, byte for byte ([`baton_handoff`]).
+//! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that decode workers fetch from prefill workers.
 //!
 //! Only sockets, threads, clocks and the model are replaced. Separate checkers, with records of their own, check these invariants:
 //!
 //! - I1: each client receives the tokens that its request yields when it runs alone.
 //! - I2: KV announced as verified equals, byte for byte, the KV of the sequence's tokens.
 //! - I3: a peer writes to a block only while the block is lent under that epoch, and no step touches the block meanwhile. Local blocks
-//!   are read only until the handoff's end has been reported, and no step writes to them meanwhile.
+//!   are read only until the handoff's end has been reported, and no step writes to them meanwhile. So too for prefixes that move.
 //! - I4: each token index reaches the client once, in order, and none after the end.
 //! - I5: after the last fault every request ends, and so does the run. Deadlines and leases end what they bound; routers ask lost workers
 //!   whether they are back, and let go of those that have left.
@@ -41,16 +41,20 @@ mod decode_session;
 mod end;
 mod engine;
 mod events;
+mod exchange;
 mod faults;
+mod fetched;
 mod handoffs;
 mod joining;
 mod lending;
 mod lifecycle;
 mod membership;
+mod opening;
 mod outbox;
 mod pool;
 mod prefill;
 mod prefill_session;
+mod prefixes;
 mod processes;
 mod router;
 mod sabotage;

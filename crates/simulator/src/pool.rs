@@ -160,6 +160,7 @@ fn reference(layout: &KvLayout, tokens: &[u32]) -> Result<(Memory<()>, Blocks), 
     Ok((memory, blocks))
 }
 
-fn each(blocks: &Blocks) -> impl Iterator<Item = (usize, BlockId)> {
+/// Each block with its group.
+pub(crate) fn each(blocks: &Blocks) -> impl Iterator<Item = (usize, BlockId)> {
     blocks.iter().enumerate().flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
 }

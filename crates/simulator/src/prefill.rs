@@ -5,28 +5,25 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use baton_engine::{Engine, Start};
-use baton_handoff::{Core, Descriptor, FAREWELL, Op, PathTable, TransferError, TransferStats, Writes};
+use baton_handoff::{Op, PathTable, TransferError, TransferStats};
 use baton_policy::PrefillWord;
-use baton_roles::prefill::{Answer, Command, Effect, Target, check_target};
+use baton_roles::prefill::{Answer, Command, Effect};
 use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
-use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
+use baton_types::{ErrorKind, SeqId, WorkerId};
 
 use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
-use crate::events::{Event, Life, Place, Process, Serial};
+use crate::events::{Life, Place, Process, Serial};
+use crate::exchange::Exchanging;
 use crate::membership::Registration;
+use crate::opening::{Aim, Handoff};
 use crate::pool::Memory;
 use crate::prefill_session::PrefillSession;
+use crate::prefixes::Job;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
-
-/// How much later than its bound a handoff may end: the layers of a running step may wait for room at very slow peers.
-const SLACK: Micros = 1_500_000;
-
-/// Longest time from a completion to its outcome without faults: more than twice what it takes.
-const ANSWER: Micros = 600_000;
 
 /// What a handoff's owner is told.
 #[derive(Clone, PartialEq, Debug)]
@@ -37,46 +34,6 @@ pub(crate) enum Told {
 
 /// What callbacks were told, each with its handoff's number.
 type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
-
-/// One handoff.
-pub(crate) struct Handoff {
-    pub writes: Writes,
-    pub peer: WorkerId,
-    pub decode: Place,
-    /// The session it was begun at.
-    pub session: Serial,
-    pub seq: Option<SeqId>,
-    /// Its completion or abort has been requested; so its owner is told of one end only.
-    pub ended: bool,
-    /// Its blocks are in quarantine until it ends.
-    pub quarantined: bool,
-    /// When it was completed.
-    pub completed: Option<Micros>,
-    /// Earliest world time at which its deadline may pass, whatever the clocks show.
-    pub due: Micros,
-}
-
-impl Handoff {
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.writes.core().epoch
-    }
-
-    /// Why it failed, if it has.
-    pub(crate) fn failed(&self) -> Option<TransferError> {
-        self.writes.core().failure().cloned()
-    }
-}
-
-/// What is needed to open a request's handoff once its target is known.
-#[derive(Clone, Copy)]
-struct Aim {
-    /// Tokens of the sequence.
-    tokens: usize,
-    deadline: Instant,
-    /// Earliest world time at which the deadline may pass, whatever the clocks show, and when the handoff must have ended.
-    due: Micros,
-    ends: Micros,
-}
 
 /// A write that waits for room.
 pub(crate) struct Waiting {
@@ -100,7 +57,10 @@ pub(crate) struct Prefill {
     targets: BTreeMap<Call, (Aim, Option<SeqId>)>,
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
-    next: u64,
+    pub exchanging: Exchanging,
+    /// Prefixes that are served, in the order in which they are written.
+    pub jobs: VecDeque<Job>,
+    pub next: u64,
     pub sessions: BTreeMap<Serial, PrefillSession>,
     /// The last session to each worker.
     pub latest: BTreeMap<WorkerId, Serial>,
@@ -132,6 +92,8 @@ impl Prefill {
             targets: BTreeMap::new(),
             handoffs: BTreeMap::new(),
             waiting: VecDeque::new(),
+            exchanging: Exchanging::default(),
+            jobs: VecDeque::new(),
             next: 0,
             sessions: BTreeMap::new(),
             latest: BTreeMap::new(),
@@ -152,9 +114,13 @@ impl Prefill {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
         let held = (streams, self.handoffs.len(), self.callers.len());
-        match snapshot.idle && held == (0, 0, 0) {
+        let moved = (thread.core.exchange().streams(), self.exchanging.callers.len(), self.jobs.len());
+        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) {
             true => Ok(()),
-            false => Err(format!("{}: {snapshot:?}; streams, handoffs, callers: {held:?}", self.id)),
+            false => Err(format!(
+                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}",
+                self.id
+            )),
         }
     }
 
@@ -182,6 +148,10 @@ impl Host for PrefillHost {
 
     fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
         world.prefill_effect(place, effect)
+    }
+
+    fn exchanging(world: &mut World, place: Place) -> &mut Exchanging {
+        &mut world.prefills[place].exchanging
     }
 
     fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
@@ -235,6 +205,8 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
+            Up::Serve { call, prefix, target } => self.asked_to_serve(place, (link, made), call, prefix, &target),
+            Up::Fetch { call, .. } => self.refuse_exchange((link, made), call),
             Up::Probe => {}
         }
         self.wake_engine(Process::Prefill(place));
@@ -254,13 +226,8 @@ impl World {
         } else {
             Process::Prefill(place)
         };
-        let left = ask.time_left.as_micros() as Micros;
-        let aim = Aim {
-            tokens: ask.tokens.len(),
-            deadline: self.clock_now(clock) + ask.time_left,
-            due: self.now + left.saturating_sub(self.by_any_clock(left) - left),
-            ends: self.now + self.by_any_clock(left + self.bound()),
-        };
+        let mut aim = self.aim(place, ask.time_left, ask.tokens.len());
+        aim.deadline = self.clock_now(clock) + ask.time_left;
         let opened = target.map(|target| self.open_handoff(place, aim, target)).transpose()?;
         let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
         let new = sequence(ask, size, Start::ComputeAndHold, now);
@@ -291,93 +258,6 @@ impl World {
         self.prefills[place].inbox.push_back(Input::Command(Command::Target { seq, target }));
     }
 
-    /// Opens the handoff into a target. Returns its number.
-    fn open_handoff(&mut self, place: Place, aim: Aim, target: &[u8]) -> Result<(u64, Target), (ErrorKind, String)> {
-        let refused = |error: &dyn BatonError| (error.kind(), error.to_string());
-        let Aim { tokens, deadline, due, ends } = aim;
-        let layout = self.geometry.layout.clone();
-        let target = Descriptor::parse(target, &layout, false).map_err(|e| refused(&e))?;
-        let decode: Place = target.address.parse().unwrap_or_default();
-        let prefill = &self.prefills[place];
-        let writes = Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, deadline);
-        let writes = writes.map_err(|e| refused(&e))?;
-        let session = self.begin(place, decode, target.worker, writes.core()).map_err(|e| refused(&e))?;
-        let prefill = &mut self.prefills[place];
-        prefill.next += 1;
-        let (id, life) = (prefill.next, prefill.life);
-        let (seq, ended, quarantined) = (None, false, false);
-        prefill.handoffs.insert(
-            id,
-            Handoff { writes, peer: target.worker, decode, session, seq, ended, quarantined, completed: None, due },
-        );
-        let ends = ends.max(self.now + self.bound());
-        self.events.plan(ends, Event::MustHaveEnded { prefill: place, life, handoff: id });
-        if let Err(error) = check_target(&layout, target.tokens, &target.first, &target.counts, tokens) {
-            self.abort_handoff(place, id, false);
-            return Err(refused(&error));
-        }
-        self.wake_prefill(place, session);
-        Ok((id, Target { tokens: target.tokens, first: target.first }))
-    }
-
-    /// Longest time from a handoff's deadline to its end, whatever its session is doing: connecting, ending, or telling the peer so.
-    fn bound(&self) -> Micros {
-        self.handshake() + FAREWELL.as_micros() as Micros + SLACK
-    }
-
-    /// I5: a handoff's end must have been reported by now. For a frozen worker the bound counts from the end of the freeze.
-    pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64) -> Result<(), Violation> {
-        let prefill = &self.prefills[place];
-        let Some(late) = prefill.handoffs.get(&handoff) else { return Ok(()) };
-        let again = prefill.frozen.map_or(0, |(_, until)| until) + self.bound();
-        if self.now >= again {
-            let what = format!("prefill {place}: {} has not ended in time, failed {:?}", late.epoch(), late.failed());
-            return Err(self.violation("I5", what));
-        }
-        self.events.plan(again, Event::MustHaveEnded { prefill: place, life: prefill.life, handoff });
-        Ok(())
-    }
-
-    /// I5: a handoff that fails because of its deadline must have reached it.
-    pub(crate) fn check_due(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
-        let early = matches!(told, Told::Done(Err(TransferError::Deadline { .. }))) && self.now < handoff.due;
-        match early {
-            true => Err(self
-                .violation("I5", format!("{} is given up {} µs too early", handoff.epoch(), handoff.due - self.now))),
-            false => Ok(()),
-        }
-    }
-
-    /// Without faults, a completed handoff is soon verified.
-    pub(crate) fn check_delivery(&self, handoff: &Handoff, told: &Told) -> Result<(), Violation> {
-        let Some(completed) = handoff.completed.filter(|_| self.options.calm) else { return Ok(()) };
-        let failed = match told {
-            Told::Done(Err(error)) => !matches!(error.cause(), "withdrawn" | "deadline" | "refused"),
-            _ => false,
-        };
-        if failed || self.now > completed + ANSWER {
-            let waited = self.now - completed;
-            let what = format!("{} is told {told:?} {waited} µs after it is complete", handoff.epoch());
-            return Err(self.violation("delivery", what));
-        }
-        Ok(())
-    }
-
-    /// Begins a handoff at the session to a worker.
-    fn begin(
-        &mut self,
-        place: Place,
-        decode: Place,
-        peer: WorkerId,
-        core: &Arc<Core>,
-    ) -> Result<Serial, TransferError> {
-        let serial = self.session_to(place, decode, peer);
-        match self.prefills[place].sessions.get_mut(&serial) {
-            Some(session) => session.line.begin(core.clone()).map(|()| serial),
-            None => Err(TransferError::Closed),
-        }
-    }
-
     pub(crate) fn hang_up_prefill(&mut self, place: Place, gone: impl Fn(&Caller) -> bool) {
         let prefill = &mut self.prefills[place];
         prefill.tickets.values_mut().filter(|(caller, _)| gone(caller)).for_each(|(caller, _)| caller.cancelled = true);
@@ -386,6 +266,7 @@ impl World {
             prefill.callers.remove(&seq);
             prefill.inbox.push_back(Input::Command(Command::Cancel(seq)));
         }
+        self.hang_up_exchanges::<PrefillHost>(place, gone);
         self.wake_engine(Process::Prefill(place));
     }
 

@@ -2,6 +2,7 @@
 //! clients in `choice.rs`, its streams to workers in `streams.rs`.
 
 mod choice;
+mod fetching;
 mod streams;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,6 +14,8 @@ use baton_policy::{Ask, Chosen, Failure, Fleet, KvIndex, LeastLoaded, Placement,
 use baton_types::{WorkerId, mix};
 
 pub(crate) use choice::InFlight;
+use fetching::Fetching;
+pub(crate) use fetching::Prefixes;
 use streams::Leg;
 
 use crate::Violation;
@@ -35,6 +38,9 @@ pub(crate) struct Router {
     pub feed: u64,
     pub choices: BTreeMap<u64, InFlight>,
     calls: BTreeMap<Call, (u64, Leg)>,
+    /// Prefixes that it has moved now, and the calls for each.
+    fetching: BTreeMap<u64, Fetching>,
+    fetch_calls: BTreeMap<Call, u64>,
     pub probes: BTreeMap<WorkerId, Probe>,
     /// Workers that the fleet has told it to connect to, and not yet to let go of.
     pub connected: BTreeSet<WorkerId>,
@@ -66,6 +72,8 @@ impl Router {
             feed: 0,
             choices: BTreeMap::new(),
             calls: BTreeMap::new(),
+            fetching: BTreeMap::new(),
+            fetch_calls: BTreeMap::new(),
             probes: BTreeMap::new(),
             connected: BTreeSet::new(),
             frozen: None,

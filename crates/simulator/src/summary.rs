@@ -25,6 +25,12 @@ pub struct Summary {
     pub handoffs_failed: BTreeMap<&'static str, u64>,
     /// Of these, withdrawn by their owner.
     pub withdrawn: u64,
+    /// Prefixes that were fetched; each was compared with the KV of its tokens.
+    pub fetched: u64,
+    /// Prefixes that routers wanted fetched and that were not, by what became of them.
+    pub fetches_failed: BTreeMap<&'static str, u64>,
+    /// Rows that were computed on fetched KV.
+    pub rows_fetched: u64,
     /// Connections that joined a session over TCP beside its own.
     pub joined: u64,
     /// Connections that could not join: refused, broken or too late.
@@ -59,6 +65,8 @@ impl Summary {
             (&mut self.handoffs, other.handoffs),
             (&mut self.verified, other.verified),
             (&mut self.withdrawn, other.withdrawn),
+            (&mut self.fetched, other.fetched),
+            (&mut self.rows_fetched, other.rows_fetched),
             (&mut self.joined, other.joined),
             (&mut self.left_out, other.left_out),
             (&mut self.replaced, other.replaced),
@@ -72,6 +80,7 @@ impl Summary {
         add(&mut self.failed, &other.failed);
         add(&mut self.recoveries, &other.recoveries);
         add(&mut self.handoffs_failed, &other.handoffs_failed);
+        add(&mut self.fetches_failed, &other.fetches_failed);
         add(&mut self.looked, &other.looked);
         add(&mut self.engines, &other.engines);
         add(&mut self.faults, &other.faults);

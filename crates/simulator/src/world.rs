@@ -23,7 +23,7 @@ use crate::faults::Faults;
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
-use crate::router::Router;
+use crate::router::{Prefixes, Router};
 use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
 use crate::{Options, Sabotage, Summary, Violation, settings};
@@ -104,6 +104,7 @@ pub(crate) struct World {
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
     pub follows: Follows,
+    pub prefixes: Prefixes,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     /// Workers that drain, and when they must begin to leave, for the checker of drains.
@@ -187,6 +188,7 @@ impl World {
             clients: Vec::new(),
             links: BTreeMap::new(),
             follows: Follows::new(seed),
+            prefixes: Prefixes::new(seed, options),
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -247,6 +249,7 @@ impl World {
         self.events.plan(heals, Event::Heal);
         self.events.plan(self.random.within(1, 600_000), Event::Strike);
         self.events.plan(LOOK, Event::KeepAlive);
+        self.plan_any_prefix();
         Ok(())
     }
 
@@ -350,6 +353,9 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
+            Event::PrefixOver { router, prefix, serves, .. } => self.prefix_is_late(router, prefix, serves),
+            Event::PrefixBegins { router, prefix, .. } => self.let_go(router, prefix),
+            Event::AnyPrefix => self.any_prefix(),
             Event::News { link, change, load, .. } => self.news(link, &change, load),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
@@ -385,6 +391,7 @@ impl World {
             Event::PrefillTurn { prefill, life, session } => return self.prefill_turn(prefill, life, session),
             Event::Desk { decode, .. } => return self.desk(decode),
             Event::Died { line } => return self.died(line),
+            Event::WritePrefix { prefill, .. } => return self.write_prefix(prefill),
             Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, .. } => self.drain_on(process, DrainInput::Wake),

@@ -37,6 +37,11 @@ fn no_invariant_is_violated_under_faults() {
     for cause in ["corruption", "incomplete", "peer_lost", "stalled", "deadline", "withdrawn"] {
         assert!(sum.handoffs_failed.contains_key(cause), "no handoff failed by {cause}: {sum:?}");
     }
+    // Prefixes moved, or did not for every reason, and requests found them.
+    assert!(sum.fetched > 300 && sum.rows_fetched > 200, "{sum:?}");
+    for why in ["not lent", "not served", "not fetched", "lost", "late", "draining"] {
+        assert!(sum.fetches_failed.contains_key(why), "no prefix was {why}: {sum:?}");
+    }
     // Engines were short of room: they preempted, swapped, evicted, copied shared blocks and ran ahead.
     assert!(sum.engines.values().all(|count| *count > 30) && sum.engines.len() == 8, "{sum:?}");
     assert!(sum.joined > 300 && sum.left_out > 5 && sum.overtook > 30, "{sum:?}");
@@ -47,7 +52,7 @@ fn without_faults_nothing_fails_but_what_is_late_or_given_up() {
     let sum = play(0..100, &Options { calm: true, ..Options::default() });
     let unexpected = |kind: &&String| *kind != "DeadlineExceeded" && *kind != "ResourceExhausted";
     assert_eq!(sum.failed.keys().find(unexpected), None, "{sum:?}");
-    assert!(sum.finished > 2_500 && sum.verified > 1_000, "{sum:?}");
+    assert!(sum.finished > 2_500 && sum.verified > 1_000 && sum.fetched > 150, "{sum:?}");
 }
 
 #[test]

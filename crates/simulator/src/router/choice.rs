@@ -26,6 +26,8 @@ pub(crate) struct InFlight {
     pub(super) chosen: Option<Chosen>,
     pub(super) decode: Option<Stream>,
     pub(super) prefill: Option<Stream>,
+    /// The prefix that the next decode stream waits for.
+    pub(super) fetch: Option<u64>,
     /// Inputs that came while the client was taking a token: from the prefill stream, then from the decode stream.
     pub(super) early: [VecDeque<ChoiceInput>; 2],
     /// The client is taking a token.
@@ -72,8 +74,16 @@ impl World {
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);
         let early = Default::default();
-        let flight =
-            InFlight { choice, chosen: None, decode: None, prefill: None, early, busy: false, recovering: None };
+        let flight = InFlight {
+            choice,
+            chosen: None,
+            decode: None,
+            prefill: None,
+            fetch: None,
+            early,
+            busy: false,
+            recovering: None,
+        };
         self.routers[place].choices.insert(request, flight);
         self.carry_out_choice(place, request)?;
         self.plan_wake(place, request);
@@ -184,6 +194,9 @@ impl World {
                     && failure.message.contains("no decode worker")
                 {
                     self.check_outage(place)?;
+                }
+                if let Ok(chosen) = &chosen {
+                    self.fetch_for(place, request, chosen.placed.decode);
                 }
                 Ok(Some(ChoiceInput::from(chosen)))
             }

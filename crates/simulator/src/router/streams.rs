@@ -39,15 +39,17 @@ impl World {
         self.next_call += 1;
         let (call, link) = (self.next_call, (place, worker));
         router.calls.insert(call, (request, leg));
+        let mut fetch = None;
         if let Some(flight) = router.choices.get_mut(&request) {
             flight.recovering = None;
+            fetch = flight.fetch.take_if(|_| leg == Leg::Decode);
             let stream = Some(Stream { call, link, lease });
             match leg {
                 Leg::Decode => flight.decode = stream,
                 Leg::Prefill => flight.prefill = stream,
             }
         }
-        self.send_up(link, message(call));
+        self.send_after(place, fetch, (call, link), message(call));
         Ok(())
     }
 
@@ -64,7 +66,13 @@ impl World {
     }
 
     pub(super) fn drop_stream(&mut self, place: Place, request: u64, leg: Leg) {
-        let Some(Stream { call, link, .. }) = self.take_stream(place, request, leg) else { return };
+        if let Some(Stream { call, link, .. }) = self.take_stream(place, request, leg) {
+            self.drop_call(link, call);
+        }
+    }
+
+    /// Cancels a call, if it is open.
+    pub(super) fn drop_call(&mut self, link: Link, call: Call) {
         if self.links.get_mut(&link).is_some_and(|connection| connection.calls.remove(&call)) {
             self.send_up(link, Up::Cancel { call });
         }
@@ -86,8 +94,14 @@ impl World {
             Down::Probed => return self.probed(link, true),
             Down::DecodeSaid(call, word) => (call, Ok(ChoiceInput::DecodeSaid(word))),
             Down::PrefillSaid(call, word) => (call, Ok(ChoiceInput::PrefillSaid(word))),
+            Down::Moved(call, answer) => return self.prefix_heard(place, call, Ok(answer)),
             Down::Ended(call, end) => (call, Err(end)),
         };
+        if let Err(end) = &input
+            && self.routers[place].fetch_calls.contains_key(&call)
+        {
+            return self.prefix_heard(place, call, Err(end.clone()));
+        }
         let Some((request, leg)) = self.routers[place].calls.get(&call).copied() else { return Ok(()) };
         let input = match input {
             Ok(input) => {

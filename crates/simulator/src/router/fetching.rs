@@ -1,0 +1,251 @@
+//! How a simulated router has prefixes moved, as `router/src/worker/fetch.rs` does: it asks the worker that takes a prefix, then the one that
+//! gives it, and lets a request wait until the first has begun. Which prefixes move, and when, is random here.
+//!
+//! The random numbers are of their own, so that faults elsewhere strike as they would without this.
+
+use std::time::Duration;
+
+use baton_policy::{LegEnd, Prefixes as Names};
+use baton_roles::exchange::Answer;
+use baton_types::WorkerId;
+use baton_types::testing::Random;
+
+use crate::control::{Call, Link, Up};
+use crate::events::{Event, Place, Process};
+use crate::exchange::PrefixAsk;
+use crate::stream::Micros;
+use crate::world::World;
+use crate::{Options, Violation};
+
+/// How long a request waits at most for its prefix to begin to move.
+const BEGINS: Duration = Duration::from_millis(100);
+
+/// How often prefixes move in this run.
+#[derive(Debug)]
+pub(crate) struct Prefixes {
+    random: Random,
+    /// Of a thousand placements, so many are followed by a fetch.
+    rate: u32,
+    /// Longest time from one fetch that no request needs to the next, microseconds.
+    pause: Micros,
+}
+
+impl Prefixes {
+    /// The seed chooses. In scenarios none move: what they wait for is counted.
+    pub(crate) fn new(seed: u64, options: &Options) -> Prefixes {
+        let mut random = Random(seed ^ 0x6665_7463_6865);
+        let rate = [0, 200, 600, 950][random.below(4) as usize];
+        let pause = [20_000, 200_000, 1_000_000][random.below(3) as usize];
+        Prefixes { random, rate: if options.faults.is_some() { 0 } else { rate }, pause }
+    }
+}
+
+/// A call to a worker that is still open.
+type Open = (Link, Call);
+
+/// A prefix that moves.
+pub(super) struct Fetching {
+    ask: PrefixAsk,
+    /// The worker that takes it, the one that gives it, and the call to each.
+    takes: Open,
+    from: WorkerId,
+    gives: Option<Open>,
+    limit: Duration,
+    /// A request's decode stream that waits for the beginning.
+    waits: Option<(Open, Up)>,
+}
+
+impl World {
+    /// The random time at which the next prefix moves that no request needs.
+    pub(crate) fn plan_any_prefix(&mut self) {
+        if self.prefixes.rate > 0 {
+            let at = self.now.max(400_000) + self.prefixes.random.within(1, self.prefixes.pause);
+            self.events.plan(at, Event::AnyPrefix);
+        }
+    }
+
+    /// A random router has a random prefix moved.
+    pub(crate) fn any_prefix(&mut self) {
+        if self.healed {
+            return;
+        }
+        self.plan_any_prefix();
+        let place = self.prefixes.random.below(self.routers.len() as u64) as Place;
+        let request = self.prefixes.random.below(self.clients.len().max(1) as u64);
+        let decodes = self.known(place, |process| matches!(process, Process::Decode(_)));
+        let awake = self.frozen_until(Process::Router(place)).is_none();
+        if let Some(to) = self.one_of(&decodes).filter(|_| awake && (request as usize) < self.clients.len()) {
+            self.begin_fetch(place, request, to);
+        }
+    }
+
+    /// Perhaps has the prefix of a request moved to its decode worker. The next decode stream then waits for its beginning.
+    pub(super) fn fetch_for(&mut self, place: Place, request: u64, to: WorkerId) {
+        let rate = self.prefixes.rate;
+        let fetch = match rate > 0 && self.prefixes.random.chance(rate) {
+            true => self.begin_fetch(place, request, to),
+            false => None,
+        };
+        if let Some(flight) = self.routers[place].choices.get_mut(&request) {
+            flight.fetch = fetch;
+        }
+    }
+
+    fn one_of(&mut self, workers: &[WorkerId]) -> Option<WorkerId> {
+        let random = &mut self.prefixes.random;
+        (!workers.is_empty()).then(|| workers[random.below(workers.len() as u64) as usize])
+    }
+
+    /// Workers of a kind that a router is connected to.
+    fn known(&self, place: Place, is: fn(&Process) -> bool) -> Vec<WorkerId> {
+        let router = &self.routers[place];
+        let connected = router.connected.iter().copied();
+        connected.filter(|worker| router.knew.get(worker).is_some_and(is)).collect()
+    }
+
+    /// A prefix of a request's prompt, in blocks, and the worker that gives it: mostly one that is said to hold it, as `to` is not.
+    fn source(&mut self, place: Place, request: u64, to: WorkerId) -> Option<(WorkerId, u32)> {
+        let (client, size) = (&self.clients[request as usize], self.geometry.layout.block_size);
+        let most = (client.prompt.len() as u32).saturating_sub(1) / size;
+        let names = Names::names(&client.salt.to_string(), size, &[], &client.prompt);
+        let prefills = self.known(place, |process| matches!(process, Process::Prefill(_)));
+        let holders = self.routers[place].index.find(&names, 4, request as usize);
+        let holder = { holders.iter() }.find(|holder| prefills.contains(&holder.worker)).copied();
+        let here = { holders.iter() }.find(|holder| holder.worker == to).map_or(0, |holder| holder.blocks);
+        match holder.filter(|holder| holder.blocks > here) {
+            Some(holder) if self.prefixes.random.chance(900) => Some((holder.worker, holder.blocks.min(most))),
+            _ if self.prefixes.random.chance(800) => None,
+            _ => Some((self.one_of(&prefills)?, self.prefixes.random.below(u64::from(most) + 1) as u32)),
+        }
+    }
+
+    /// Asks a worker to take a prefix. Returns the number of what has begun.
+    fn begin_fetch(&mut self, place: Place, request: u64, to: WorkerId) -> Option<u64> {
+        let (from, blocks) = self.source(place, request, to).filter(|(_, blocks)| *blocks > 0)?;
+        let client = &self.clients[request as usize];
+        // One token after the last block: what follows is of no matter.
+        let tokens = client.prompt.get(..(blocks * self.geometry.layout.block_size) as usize + 1)?.to_vec();
+        let (salt, priority) = (client.salt, client.priority);
+        let random = &mut self.prefixes.random;
+        let most = [20_000, 500_000, 2_000_000][random.below(3) as usize];
+        let limit = Duration::from_micros(random.within(1_000, most));
+        let ask = PrefixAsk { request, tokens, salt, priority, time_left: limit };
+        self.next_call += 1;
+        let (call, link) = (self.next_call, (place, to));
+        let fetching = Fetching { ask: ask.clone(), takes: (link, call), from, gives: None, limit, waits: None };
+        self.note(|| format!("router {place} has {to} fetch {} tokens from {from}", ask.tokens.len() - 1));
+        self.routers[place].fetch_calls.insert(call, call);
+        self.routers[place].fetching.insert(call, fetching);
+        self.plan_prefix_over(place, call, limit, false);
+        self.send_up(link, Up::Fetch { call, prefix: ask });
+        Some(call)
+    }
+
+    fn plan_prefix_over(&mut self, place: Place, prefix: u64, limit: Duration, serves: bool) {
+        let (life, router) = (self.routers[place].life, Process::Router(place));
+        let at = self.micros(router, self.clock_now(router) + limit).max(self.now + 1);
+        self.events.plan(at, Event::PrefixOver { router: place, life, prefix, serves });
+    }
+
+    /// Opens a stream, once the prefix has begun to move that it waits for.
+    pub(super) fn send_after(&mut self, place: Place, prefix: Option<u64>, (call, link): (Call, Link), message: Up) {
+        let fetching = prefix.and_then(|prefix| Some((prefix, self.routers[place].fetching.get_mut(&prefix)?)));
+        match fetching.filter(|(_, fetching)| fetching.takes.0 == link && fetching.gives.is_none()) {
+            Some((prefix, fetching)) => {
+                fetching.waits = Some(((link, call), message));
+                let (life, router) = (self.routers[place].life, Process::Router(place));
+                let at = self.micros(router, self.clock_now(router) + BEGINS).max(self.now + 1);
+                self.events.plan(at, Event::PrefixBegins { router: place, life, prefix });
+            }
+            None => self.send_up(link, message),
+        }
+    }
+
+    /// What waits for a prefix waits no longer.
+    pub(crate) fn let_go(&mut self, place: Place, prefix: u64) {
+        let router = &mut self.routers[place];
+        let waits = router.fetching.get_mut(&prefix).and_then(|fetching| fetching.waits.take());
+        self.send_late(place, waits);
+    }
+
+    fn send_late(&mut self, place: Place, waits: Option<(Open, Up)>) {
+        if let Some(((link, call), message)) = waits
+            && self.routers[place].calls.contains_key(&call)
+        {
+            self.send_up(link, message);
+        }
+    }
+
+    /// A worker says something of a prefix, or its call has ended.
+    pub(super) fn prefix_heard(
+        &mut self,
+        place: Place,
+        call: Call,
+        said: Result<Answer, LegEnd>,
+    ) -> Result<(), Violation> {
+        let router = &mut self.routers[place];
+        let Some(prefix) = router.fetch_calls.get(&call).copied() else { return Ok(()) };
+        let Some(fetching) = router.fetching.get_mut(&prefix) else { return Ok(()) };
+        match said {
+            Ok(Answer::Reserved(target)) if fetching.gives.is_none() => {
+                self.next_call += 1;
+                let (call, link) = (self.next_call, (place, fetching.from));
+                fetching.gives = Some((link, call));
+                let (ask, limit) = (fetching.ask.clone(), fetching.limit);
+                router.fetch_calls.insert(call, prefix);
+                self.let_go(place, prefix);
+                self.plan_prefix_over(place, prefix, limit, true);
+                self.send_up(link, Up::Serve { call, prefix: ask, target });
+            }
+            Ok(Answer::Fetched(tokens)) if fetching.gives.is_some() => {
+                let asked = fetching.ask.tokens.len() - 1;
+                if tokens as usize != asked {
+                    let what = format!("{tokens} tokens are said to be fetched, {asked} were asked for");
+                    return Err(self.violation("reported once", what));
+                }
+                self.end_fetch(place, prefix, None);
+            }
+            // The other worker says so itself.
+            Ok(Answer::Served(_)) => {
+                router.fetch_calls.remove(&call);
+                if let Some(connection) = fetching.gives.and_then(|(link, _)| self.links.get_mut(&link)) {
+                    connection.calls.remove(&call);
+                }
+            }
+            Ok(answer) => return Err(self.violation("reported once", format!("of a prefix: {answer:?}, out of turn"))),
+            Err(end) => {
+                let why = match end {
+                    LegEnd::Lost { .. } | LegEnd::Early => "lost",
+                    LegEnd::Draining { .. } => "draining",
+                    _ if fetching.gives.is_none() => "not lent",
+                    _ if fetching.takes.1 == call => "not fetched",
+                    _ => "not served",
+                };
+                self.end_fetch(place, prefix, Some(why));
+            }
+        }
+        Ok(())
+    }
+
+    /// A stage has taken too long.
+    pub(crate) fn prefix_is_late(&mut self, place: Place, prefix: u64, serves: bool) {
+        let fetching = self.routers[place].fetching.get(&prefix);
+        if fetching.is_some_and(|fetching| fetching.gives.is_some() == serves) {
+            self.end_fetch(place, prefix, Some("late"));
+        }
+    }
+
+    /// Ends both calls. `why`: why it failed, if it did.
+    fn end_fetch(&mut self, place: Place, prefix: u64, why: Option<&'static str>) {
+        let Some(Fetching { takes, gives, waits, .. }) = self.routers[place].fetching.remove(&prefix) else { return };
+        self.send_late(place, waits);
+        for (link, call) in [Some(takes), gives].into_iter().flatten() {
+            self.routers[place].fetch_calls.remove(&call);
+            self.drop_call(link, call);
+        }
+        self.note(|| format!("prefix {prefix} of router {place}: {}", why.unwrap_or("fetched")));
+        if let Some(why) = why {
+            *self.summary.fetches_failed.entry(why).or_default() += 1;
+        }
+    }
+}
