@@ -22,6 +22,7 @@ use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
 use crate::sink::Sink;
 use crate::standing::Standing;
+use crate::trace::{Subject, Trace};
 use crate::waits::{Alarm, Dormant};
 use crate::worker::{Leg, Word, Workers, open_decode, open_prefill};
 
@@ -47,6 +48,8 @@ pub(crate) struct Job {
     pub patience: Patience,
     /// When its tokens have to come. None: it is served if the first choice of its request is.
     pub slo: Option<Slo>,
+    /// The beginning of the prompt, if people may see it.
+    pub shown: Option<String>,
 }
 
 /// A running choice.
@@ -61,13 +64,14 @@ pub(crate) struct Driver {
     target: Option<oneshot::Sender<Vec<u8>>>,
     alarm: Alarm,
     forecast: Forecast,
+    trace: Arc<Trace>,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
 }
 
 impl Driver {
     /// A driver that is ready to run.
-    pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
+    pub fn new(mut job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
         let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers, job.standing.class));
         let (gone, process) = (sink.client_gone(), shutdown.clone());
         let broken_off = Dormant::new(async move {
@@ -77,7 +81,16 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver { job, workers, shutdown, sink, decode: None, prefill: None, target: None, alarm, forecast, broken_off }
+        let trace = workers.traces().begin(Subject {
+            request: job.request_id.clone(),
+            choice: sink.choice(),
+            class: job.standing.class,
+            received: sink.record().received(),
+            prompt_tokens: job.prompt.len() as u32,
+            prompt: job.shown.take(),
+        });
+        let (decode, prefill, target) = (None, None, None);
+        Driver { job, workers, shutdown, sink, decode, prefill, target, alarm, forecast, trace, broken_off }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -91,15 +104,18 @@ impl Driver {
                     if error.kind == ErrorKind::ResourceExhausted {
                         self.sink.record().rejected(&error);
                     }
+                    self.trace.failed(&error);
                     return self.sink.fail(error).await;
                 }
             }
         }
+        self.trace.begins();
         let mut choice = Choice::start(self.new_request(), now());
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
                     self.forecast.ended();
+                    self.trace.finished(reason, cached_tokens);
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
                 Some(Effect::Fail(failure)) => {
@@ -108,13 +124,18 @@ impl Driver {
                     if late {
                         self.sink.record().rejected(&error);
                     }
+                    self.trace.failed(&error);
                     return self.sink.fail(error).await;
                 }
                 Some(effect) => match self.perform(effect).await {
                     Some(input) => input,
                     None => continue,
                 },
-                None => self.happens(choice.next_wake()).await,
+                None => {
+                    let input = self.happens(choice.next_wake()).await;
+                    self.trace.heard(&input, self.prefill.as_ref().and_then(Leg::transferred));
+                    input
+                }
             };
             choice.feed(input, now());
         }
@@ -172,11 +193,13 @@ impl Driver {
             Effect::Place(ask) => {
                 let outcome = self.workers.place(&ask, &self.job.request_id);
                 self.forecast.placed(&outcome);
+                self.trace.placed(outcome.chosen.as_ref().ok().map(|chosen| chosen.placed));
                 return Some(ChoiceInput::from(outcome.chosen));
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
+                self.trace.opens_decode(worker, local);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, compute_here: local };
                 self.decode = Some(open_decode(self.workers.link(worker), request));
@@ -184,6 +207,7 @@ impl Driver {
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
+                self.trace.opens_prefill(worker);
                 let (target_follows, target) = (target.is_none(), target.unwrap_or_default());
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target, target_follows };
                 let (prefill, follows) = open_prefill(self.workers.link(worker), request);
@@ -199,7 +223,10 @@ impl Driver {
             Effect::EmitScored(tokens) => return Some(self.emit_scored(tokens).await),
             Effect::DropDecode => self.decode = None,
             Effect::DropPrefill => (self.prefill, self.target) = (None, None),
-            Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
+            Effect::Recovering { leg, cause } => {
+                self.trace.recovering(leg, &cause.message);
+                self.sink.record().recovering(leg, &cause);
+            }
             Effect::Judge(verdict) => self.workers.judge(verdict),
             Effect::Note { placed, names, answer } => self.workers.note(placed, &names, answer),
             // The last effects. `run` performs them.
@@ -209,8 +236,10 @@ impl Driver {
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
-        let Driver { sink, job, shutdown, forecast, .. } = self;
-        forecast.token();
+        let Driver { sink, job, shutdown, forecast, trace, .. } = self;
+        let now = Instant::now();
+        forecast.token(now);
+        trace.token(now);
         given(sink.token(token), job.deadline, shutdown).await
     }
 

@@ -115,7 +115,7 @@ fn text(told: &Estimate, stored: Option<u64>) -> String {
                 told.context_length
             ),
         ),
-        ("parameters", format!("{:.2} billion", told.parameters as f64 / 1e9)),
+        ("parameters", millions(told.parameters)),
         (
             "weights on a GPU",
             format!("{}{each}; {} more to work with", size(told.weight_bytes), size(told.working_bytes)),
@@ -137,6 +137,13 @@ fn text(told: &Estimate, stored: Option<u64>) -> String {
         text += &format!("  {:<18} {rate:>12} {:>12}\n", travel.link, format!("{:.2} ms", travel.seconds * 1e3));
     }
     text
+}
+
+fn millions(parameters: u64) -> String {
+    match parameters as f64 {
+        many if many >= 1e8 => format!("{:.2} billion", many / 1e9),
+        few => format!("{:.2} million", few / 1e6),
+    }
 }
 
 fn size(bytes: u64) -> String {

@@ -8,6 +8,7 @@ mod follow;
 mod held;
 mod legs;
 mod link;
+mod look;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,8 +32,11 @@ use tokio::time::Instant;
 use crate::config::{PlacementKind, RouterConfig};
 use crate::explain::Explanations;
 use crate::model::ServedModel;
+use crate::trace::Traces;
 use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
+
+pub(crate) use look::Seen;
 
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
 
@@ -52,6 +56,7 @@ pub(crate) struct Workers {
     /// Placements so far.
     turn: AtomicUsize,
     explanations: Explanations,
+    traces: Traces,
     /// What follows from the latest view. Requests read it without waiting for each other.
     table: RwLock<Arc<Table>>,
 }
@@ -109,6 +114,7 @@ impl Workers {
     /// A table without workers.
     pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
         let RouterConfig { placement, local_prompt, late_reservation, worker_timeout, fair_window, .. } = *config;
+        let traces = Traces::new(config.admin_prompts);
         let placement: Box<dyn baton_policy::Placement> = match placement {
             PlacementKind::Predicted => Box::new(Predicted::new(local_prompt)),
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
@@ -135,6 +141,7 @@ impl Workers {
             held: HeldBlocks::new(BLOCKS),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
+            traces,
             table,
         }
     }
@@ -208,6 +215,11 @@ impl Workers {
             "stale": view.stale,
             "members": view.members.iter().zip(states).map(member).collect::<Vec<_>>(),
         })
+    }
+
+    /// What happened to the latest choices.
+    pub fn traces(&self) -> &Traces {
+        &self.traces
     }
 
     /// Why no request can be served now; None when requests can be served.
