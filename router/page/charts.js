@@ -58,7 +58,11 @@ export function share(counts, cells) {
 export function pool(bar) {
   const parts = STATES.map((state) => s(bar ? "rect" : "path", { class: `s-${state}` }));
   const svg = s("svg", { class: "grid", role: "img", preserveAspectRatio: bar ? "none" : "xMidYMid meet" }, ...parts);
-  if (bar) svg.setAttribute("height", "12");
+  if (bar) {
+    set(svg, "height", 12);
+    set(svg, "viewBox", "0 0 400 10");
+    for (const part of parts) set(part, "height", 10);
+  }
   let drawn = "";
   function draw(blocks) {
     const counts = STATES.map((state) => blocks?.[state] ?? 0);
@@ -67,7 +71,7 @@ export function pool(bar) {
     drawn = key;
     const total = counts.reduce((sum, n) => sum + n, 0);
     set(svg, "aria-label", total === 0 ? "blocks not known" : `${total} KV blocks: ${STATES.map((state, at) => `${counts[at]} ${state}`).join(", ")}`);
-    if (bar) return drawBar(svg, parts, share(counts, 400));
+    if (bar) return drawBar(parts, share(counts, 400));
     const cells = Math.max(1, Math.min(total, MOST_CELLS));
     set(svg, "viewBox", `0 0 ${COLUMNS * STEP} ${Math.ceil(cells / COLUMNS) * STEP}`);
     let at = 0;
@@ -82,11 +86,11 @@ export function pool(bar) {
   return { node: svg, draw };
 }
 
-function drawBar(svg, parts, widths) {
-  set(svg, "viewBox", "0 0 400 10");
+function drawBar(parts, widths) {
   let x = 0;
   parts.forEach((part, at) => {
-    for (const [name, value] of [["x", x], ["y", 0], ["width", widths[at]], ["height", 10]]) set(part, name, value);
+    set(part, "x", x);
+    set(part, "width", widths[at]);
     x += widths[at];
   });
 }
