@@ -99,6 +99,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if config.decode == 0 {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
+    check_admin(&config.process)?;
     let [http, grpc, internal] = [("--http", config.http), ("--grpc", config.grpc), ("--internal", config.internal)];
     for (one, other) in [(http, grpc), (http, internal), (grpc, internal)] {
         if one.1 == other.1 && one.1.port() != 0 {
@@ -182,6 +183,17 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     // Also after an error, so that no process is left behind.
     supervisor.stop(&shutdown).await;
     outcome
+}
+
+/// Refuses an admin address that this program could not ask itself.
+fn check_admin(process: &ProcessConfig) -> anyhow::Result<()> {
+    let admin = process.admin;
+    if !admin.ip().is_loopback() && process.admin_token_file.is_none() {
+        bail!(
+            "--admin is {admin}, which others may reach; set a token with --admin-token-file, or listen on 127.0.0.1"
+        );
+    }
+    Ok(())
 }
 
 /// Runs the processes from their start until the drain starts.
@@ -379,6 +391,21 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+
+    #[test]
+    fn a_page_that_others_reach_needs_a_token() {
+        let process = |admin: &str, token: Option<&str>| ProcessConfig {
+            admin: admin.parse().unwrap(),
+            admin_token_file: token.map(PathBuf::from),
+            ..ProcessConfig::default()
+        };
+        let error = check_admin(&process("0.0.0.0:9000", None)).unwrap_err().to_string();
+        assert!(error.starts_with("--admin is 0.0.0.0:9000") && error.contains("--admin-token-file"), "{error}");
+        for fine in [process("127.0.0.1:9000", None), process("[::1]:0", None), process("0.0.0.0:9000", Some("token"))]
+        {
+            check_admin(&fine).unwrap();
+        }
+    }
 
     #[tokio::test]
     async fn a_port_is_kept_for_who_listens_there() {

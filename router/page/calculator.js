@@ -10,14 +10,15 @@ function field(id, name, control, hint) {
 }
 
 const number = (value, min, max, step) => h("input", { type: "number", value, min, max, step: step ?? 1, inputmode: "decimal" });
+const placeholder = (input, text) => (input.setAttribute("placeholder", text), input);
 const choose = (options) => h("select", null, options.map(([value, name]) => h("option", { value }, name ?? value)));
 
 export function calculator() {
   const of = {
     model: choose([]), config: h("textarea", { spellcheck: "false", placeholder: "{ \"model_type\": \"llama\", … }" }),
-    kv_type: choose([]), weights: choose([]), context: number("", 1, 2 ** 28), prompt: number(4096, 1, 2 ** 28), tp: number(1, 1, 1024),
+    kv_type: choose([]), weights: choose([]), context: placeholder(number("", 1, 2 ** 28), "the model's context"), prompt: number(4096, 1, 2 ** 28), tp: number(1, 1, 1024),
     place: choose([["gpu", "a GPU for each rank"], ["pool", "memory for KV alone"]]), memory: number(80, 0.001, 1e6, "any"),
-    fraction: number(0.9, 0.01, 1, 0.01), block_size: number(16, 16, 4096, 16), link: number("", 0.001, 1e6, "any"),
+    fraction: number(0.9, 0.01, 1, 0.01), block_size: number(16, 16, 4096, 16), link: placeholder(number("", 0.001, 1e6, "any"), "none"),
   };
   const config = field("c-config", "config.json", of.config);
   const fraction = field("c-fraction", "share of it to use", of.fraction);

@@ -33,10 +33,11 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 /** A time in seconds. */
 export function seconds(value) {
   if (!known(value)) return "–";
+  if (value === 0) return "0 ms";
   if (value >= 100) return `${value.toFixed(0)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   const ms = value * 1e3;
-  if (ms >= 0.1 || ms === 0) return ms >= 99.95 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`;
+  if (ms >= 0.1) return ms >= 99.95 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`;
   return `${(ms * 1e3).toFixed(1)} µs`;
 }
 

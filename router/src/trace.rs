@@ -19,6 +19,8 @@ pub(crate) const MOST: usize = 256;
 /// Marks of a choice, and tokens whose time is remembered.
 const MARKS: usize = 64;
 const TOKENS: usize = 2048;
+/// Most characters of an error.
+const SAID: usize = 200;
 
 /// The traces of the latest choices.
 #[derive(Debug, Default)]
@@ -195,12 +197,12 @@ impl Trace {
     /// It goes on after a failure.
     pub fn recovering(&self, leg: Leg, cause: &str) {
         self.state().recoveries += 1;
-        self.mark(Mark::Recovering { leg, cause: cause.to_owned() });
+        self.mark(Mark::Recovering { leg, cause: beginning(cause) });
     }
 
     /// A worker said something, or its stream ended. `handoff`: what the prefill worker said of it, once it has succeeded.
     pub fn heard(&self, input: &ChoiceInput, handoff: Option<&v1::Transferred>) {
-        let lost = |leg, end: &LegEnd| Some(Mark::Lost { leg, why: format!("{end:?}").chars().take(200).collect() });
+        let lost = |leg, end: &LegEnd| Some(Mark::Lost { leg, why: why(end) });
         let mark = match input {
             ChoiceInput::DecodeSaid(DecodeWord::Reserved { .. }) => Some(Mark::Reserved),
             ChoiceInput::DecodeSaid(DecodeWord::Started { cached_tokens }) => {
@@ -260,7 +262,7 @@ impl Trace {
     /// It failed.
     pub fn failed(&self, error: &RequestError) {
         let at = self.since(Instant::now());
-        self.state().end = Some((at, End::Failed(error.to_string())));
+        self.state().end = Some((at, End::Failed(beginning(&error.to_string()))));
     }
 
     /// When its request was received.
@@ -333,6 +335,23 @@ impl Trace {
         }
         told
     }
+}
+
+/// How a stream ended, in words.
+fn why(end: &LegEnd) -> String {
+    match end {
+        LegEnd::Early => "it ended too early".to_owned(),
+        LegEnd::Answered { message, .. } | LegEnd::Draining { message } | LegEnd::Unclear { message } => {
+            beginning(message)
+        }
+        LegEnd::Lost { message, .. } => beginning(&format!("the connection is lost: {message}")),
+        LegEnd::Left { .. } => "the worker has left".to_owned(),
+    }
+}
+
+/// The beginning of what somebody said, which may be long.
+fn beginning(text: &str) -> String {
+    text.chars().take(SAID).collect()
 }
 
 /// What statistics need of a trace. Times in seconds since its request was received, those of tokens in microseconds.

@@ -129,6 +129,7 @@ try {
   }
   const page = await browser.newPage();
   await content(page, cluster, work.id());
+  await work.end();
   await long(page);
 } catch (error) {
   wrong(String(error.stack ?? error));

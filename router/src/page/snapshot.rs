@@ -111,10 +111,10 @@ fn worker(seen: &Seen, status: Option<&v1::StatusResponse>) -> Value {
         "block_size": member.block_size,
         "context_tokens": member.context_tokens,
     });
-    if let Some(Backlog { work, coming, room, .. }) = backlog {
-        let busy = backlog.unwrap_or_default();
+    if let Some(backlog) = backlog {
+        let Backlog { work, coming, room, .. } = backlog;
         told["queued_tokens"] = json!(work.tokens);
-        told["queue_s"] = json!(busy.queue());
+        told["queue_s"] = json!(backlog.queue());
         told["rows"] = json!(work.rows);
         told["coming"] = json!(coming.rows);
         told["room"] = json!(room);

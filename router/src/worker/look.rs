@@ -43,9 +43,11 @@ impl Workers {
         .collect()
     }
 
-    /// What the workers say of themselves now; nothing of those that do not answer soon.
+    /// What the workers of this model say of themselves now; nothing of those that do not answer soon.
     pub async fn statuses(&self) -> HashMap<WorkerId, StatusResponse> {
-        let channels: Vec<_> = self.table().channels.iter().map(|(id, channel)| (*id, channel.clone())).collect();
+        let table = self.table();
+        let own = self.look().into_iter().map(|seen| seen.member.id);
+        let channels: Vec<_> = own.filter_map(|id| Some((id, table.channels.get(&id)?.clone()))).collect();
         let ask = |(id, channel)| async move {
             let mut client = WorkerClient::new(channel);
             let told = timeout(PATIENCE, client.status(StatusRequest {})).await.ok()?.ok()?;
