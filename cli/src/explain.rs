@@ -43,7 +43,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         );
     }
     let token = matches.get_one::<PathBuf>("admin-token-file").map(std::fs::read_to_string).transpose()?;
-    let asked = status::get_with(admin, &format!("/placements/{request}"), token.as_deref().map(str::trim)).await;
+    let asked = status::get(admin, &format!("/placements/{request}"), token.as_deref().map(str::trim)).await;
     let (code, body) =
         asked.with_context(|| format!("no router's admin endpoint answers at {admin}; name another with --admin"))?;
     if code != 200 {

@@ -137,13 +137,8 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sends an HTTP/1.0 GET to a server on this machine; returns status and body.
-pub async fn get(address: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
-    get_with(address, path, None).await
-}
-
-/// The same with a token.
-pub async fn get_with(address: SocketAddr, path: &str, token: Option<&str>) -> anyhow::Result<(u16, String)> {
+/// Sends an HTTP/1.0 GET to an admin endpoint, with the token that it may need; returns status and body.
+pub async fn get(address: SocketAddr, path: &str, token: Option<&str>) -> anyhow::Result<(u16, String)> {
     let mut stream = tokio::net::TcpStream::connect(address).await?;
     let token = token.map_or(String::new(), |token| format!("Authorization: Bearer {token}\r\n"));
     stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n{token}\r\n").as_bytes()).await?;

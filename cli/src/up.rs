@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -21,6 +21,9 @@ use tokio::net::TcpSocket;
 use crate::certs::{self, OwnCertificates};
 use crate::supervisor::devices::{self, Devices};
 use crate::supervisor::{Kind, Supervisor};
+
+/// A free port that only this machine reaches.
+const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 baton_runtime::config! {
     /// A whole cluster on this machine.
@@ -103,13 +106,16 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if config.decode == 0 {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
+    check_admin(&config.process)?;
     let [http, grpc, internal] = [("--http", config.http), ("--grpc", config.grpc), ("--internal", config.internal)];
     for (one, other) in [(http, grpc), (http, internal), (grpc, internal)] {
         if one.1 == other.1 && one.1.port() != 0 {
             bail!("{} and {} are both {}; they must differ", one.0, other.0, one.1);
         }
     }
-    let process = Process::start("up", &config.process, Default::default()).await?;
+    // The admin address is the router's; this process has one of its own.
+    let own = ProcessConfig { admin: LOOPBACK, ..config.process.clone() };
+    let process = Process::start("up", &own, Default::default()).await?;
     let shutdown = process.shutdown.clone();
     tokio::select! {
         fetched = fetch_model(&config) => fetched?,
@@ -120,7 +126,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     // With another registry nobody listens there.
     let kept = (config.registry == "embedded").then(|| keep(config.internal, "--internal")).transpose()?;
     let internal = kept.as_ref().map_or(config.internal, |(internal, _)| *internal);
-    let (admin, _kept_admin) = keep(SocketAddr::from(([127, 0, 0, 1], 0)), "--admin")?;
+    let (admin, _kept_admin) = keep(config.process.admin, "--admin")?;
     (config.http, config.grpc, config.internal) = (http, grpc, internal);
     if config.certs.is_some() && config.insecure_internal {
         bail!("--certs and --insecure-internal cannot be used together");
@@ -187,6 +193,17 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     outcome
 }
 
+/// Refuses an admin address that this program could not ask itself.
+fn check_admin(process: &ProcessConfig) -> anyhow::Result<()> {
+    let admin = process.admin;
+    if !admin.ip().is_loopback() && process.admin_token_file.is_none() {
+        bail!(
+            "--admin is {admin}, which others may reach; set a token with --admin-token-file, or listen on 127.0.0.1"
+        );
+    }
+    Ok(())
+}
+
 /// Runs the processes from their start until the drain starts.
 async fn supervise(
     config: &UpConfig,
@@ -204,7 +221,8 @@ async fn supervise(
         let timeout = format_duration(config.start_timeout);
         bail!("the cluster was not ready within {timeout}; start with --log info to see why");
     }
-    let text = announcement(config, admin, registry, certs, &supervisor.processes(), &served_model(admin).await?);
+    let text =
+        announcement(config, admin, registry, certs, &supervisor.processes(), &served_model(config, admin).await?);
     // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
@@ -239,6 +257,7 @@ fn keep(address: SocketAddr, flag: &str) -> anyhow::Result<(SocketAddr, TcpSocke
 
 fn router_args(config: &UpConfig, admin: SocketAddr) -> Vec<String> {
     let mut args = common_args(config, admin);
+    args.extend(config.process.admin_token_file.iter().flat_map(|path| flag("admin-token-file", path.display())));
     args.extend(flag("internal", config.internal));
     args.extend(flag("http", config.http));
     args.extend(flag("grpc", config.grpc));
@@ -304,13 +323,19 @@ fn flag(name: &str, value: impl ToString) -> [String; 2] {
     [format!("--{name}"), value.to_string()]
 }
 
+/// Asks the router's admin endpoint.
+async fn ask(config: &UpConfig, admin: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
+    let token = config.process.admin_token_file.as_ref().map(std::fs::read_to_string).transpose()?;
+    crate::status::get(admin, path, token.as_deref().map(str::trim)).await
+}
+
 /// Waits until the router can serve and sees all workers; false when `start_timeout` passes first.
 async fn wait_ready(config: &UpConfig, admin: SocketAddr) -> bool {
     let ready = async {
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         loop {
             tick.tick().await;
-            let serves = matches!(crate::status::get(admin, "/ready").await, Ok((200, _)));
+            let serves = matches!(ask(config, admin, "/ready").await, Ok((200, _)));
             if serves && all_workers(config, admin).await.is_some_and(|all| all) {
                 return;
             }
@@ -321,7 +346,7 @@ async fn wait_ready(config: &UpConfig, admin: SocketAddr) -> bool {
 
 /// Whether the router sees at least as many workers of each role as were started; None when it does not answer.
 async fn all_workers(config: &UpConfig, admin: SocketAddr) -> Option<bool> {
-    let (_, body) = crate::status::get(admin, "/cluster").await.ok()?;
+    let (_, body) = ask(config, admin, "/cluster").await.ok()?;
     let cluster: serde_json::Value = serde_json::from_str(&body).ok()?;
     let members = cluster["members"].as_array()?;
     let count = |role: &str| members.iter().filter(|m| m["role"] == role).count();
@@ -329,8 +354,8 @@ async fn all_workers(config: &UpConfig, admin: SocketAddr) -> Option<bool> {
 }
 
 /// The model's name as clients send it.
-async fn served_model(admin: SocketAddr) -> anyhow::Result<String> {
-    let (_, body) = crate::status::get(admin, "/cluster").await?;
+async fn served_model(config: &UpConfig, admin: SocketAddr) -> anyhow::Result<String> {
+    let (_, body) = ask(config, admin, "/cluster").await?;
     let cluster: serde_json::Value = serde_json::from_str(&body).context("reading the router's /cluster")?;
     Ok(cluster["served_name"].as_str().context("the router's /cluster has no served_name")?.to_owned())
 }
@@ -366,7 +391,8 @@ fn announcement(
     format!(
         "\n{bold}Baton is up{plain}, serving {model}\n\n  process  pid      address\n{processes}\nTry:\n  \
          curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
-         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}{certs}\n\nCtrl-C stops everything.\n"
+         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}{certs}\n\nThe cluster live: \
+         http://{admin}/\n\nCtrl-C stops everything.\n"
     )
 }
 
@@ -376,6 +402,21 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+
+    #[test]
+    fn a_page_that_others_reach_needs_a_token() {
+        let process = |admin: &str, token: Option<&str>| ProcessConfig {
+            admin: admin.parse().unwrap(),
+            admin_token_file: token.map(PathBuf::from),
+            ..ProcessConfig::default()
+        };
+        let error = check_admin(&process("0.0.0.0:9000", None)).unwrap_err().to_string();
+        assert!(error.starts_with("--admin is 0.0.0.0:9000") && error.contains("--admin-token-file"), "{error}");
+        for fine in [process("127.0.0.1:9000", None), process("[::1]:0", None), process("0.0.0.0:9000", Some("token"))]
+        {
+            check_admin(&fine).unwrap();
+        }
+    }
 
     #[tokio::test]
     async fn a_port_is_kept_for_who_listens_there() {

@@ -123,6 +123,8 @@ baton_runtime::config! {
         connection_age: Option<Duration> = None,
         /// An answer whose client reads nothing of it for this long, while more is there, is given up.
         send_timeout: Duration = Duration::from_secs(60),
+        /// Shows the beginning of prompts on the admin endpoint's page. Without it, the page shows no text of any request.
+        admin_prompts: bool = false,
         /// Interval of the comments that keep a stream alive while it has nothing else to send.
         keep_alive: Duration = Duration::from_secs(5),
     }

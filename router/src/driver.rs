@@ -22,6 +22,7 @@ use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
 use crate::sink::Sink;
 use crate::standing::Standing;
+use crate::trace::{Subject, Trace};
 use crate::waits::{Alarm, Dormant};
 use crate::worker::{FetchBegins, Leg, Word, Workers, allowed, open_decode, open_prefill};
 
@@ -47,6 +48,8 @@ pub(crate) struct Job {
     pub patience: Patience,
     /// When its tokens have to come. None: it is served if the first choice of its request is.
     pub slo: Option<Slo>,
+    /// The beginning of the prompt, if people may see it.
+    pub shown: Option<String>,
 }
 
 /// A running choice.
@@ -63,13 +66,14 @@ pub(crate) struct Driver {
     forecast: Forecast,
     /// What the worker that computes takes from another one first.
     fetch: Option<(WorkerId, FetchBegins)>,
+    trace: Arc<Trace>,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
 }
 
 impl Driver {
     /// A driver that is ready to run.
-    pub fn new(job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
+    pub fn new(mut job: Job, workers: Arc<Workers>, shutdown: Shutdown, sink: Sink) -> Driver {
         let (alarm, forecast) = (Alarm::new(job.deadline), Forecast::new(&workers, job.standing.class));
         let (gone, process) = (sink.client_gone(), shutdown.clone());
         let broken_off = Dormant::new(async move {
@@ -79,19 +83,16 @@ impl Driver {
                 () = process.forced() => ChoiceInput::Stopping,
             }
         });
-        Driver {
-            job,
-            workers,
-            shutdown,
-            sink,
-            decode: None,
-            prefill: None,
-            target: None,
-            alarm,
-            forecast,
-            fetch: None,
-            broken_off,
-        }
+        let trace = workers.traces().begin(Subject {
+            request: job.request_id.clone(),
+            choice: sink.choice(),
+            class: job.standing.class,
+            received: sink.record().received(),
+            prompt_tokens: job.prompt.len() as u32,
+            prompt: job.shown.take(),
+        });
+        let (decode, prefill, target, fetch) = (None, None, None, None);
+        Driver { job, workers, shutdown, sink, decode, prefill, target, alarm, forecast, fetch, trace, broken_off }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -105,15 +106,18 @@ impl Driver {
                     if error.kind == ErrorKind::ResourceExhausted {
                         self.sink.record().rejected(&error);
                     }
+                    self.trace.failed(&error);
                     return self.sink.fail(error).await;
                 }
             }
         }
+        self.trace.begins();
         let mut choice = Choice::start(self.new_request(), now());
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
                     self.forecast.ended();
+                    self.trace.finished(reason, cached_tokens);
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }
                 Some(Effect::Fail(failure)) => {
@@ -122,13 +126,18 @@ impl Driver {
                     if late {
                         self.sink.record().rejected(&error);
                     }
+                    self.trace.failed(&error);
                     return self.sink.fail(error).await;
                 }
                 Some(effect) => match self.perform(effect).await {
                     Some(input) => input,
                     None => continue,
                 },
-                None => self.happens(choice.next_wake()).await,
+                None => {
+                    let input = self.happens(choice.next_wake()).await;
+                    self.trace.heard(&input, self.prefill.as_ref().and_then(Leg::transferred));
+                    input
+                }
             };
             choice.feed(input, now());
         }
@@ -188,11 +197,13 @@ impl Driver {
                 self.forecast.placed(&outcome);
                 let fetch = outcome.chosen.as_ref().ok().and_then(|chosen| chosen.fetch);
                 self.fetch = fetch.and_then(|fetch| Some((fetch.to, self.fetch(&fetch)?)));
+                self.trace.placed(outcome.chosen.as_ref().ok().map(|chosen| chosen.placed));
                 return Some(ChoiceInput::from(outcome.chosen));
             }
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
+                self.trace.opens_decode(worker, local);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, compute_here: local };
                 let fetch = if local { self.fetch_to(worker) } else { None };
@@ -201,6 +212,7 @@ impl Driver {
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
+                self.trace.opens_prefill(worker);
                 let (target_follows, target) = (target.is_none(), target.unwrap_or_default());
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target, target_follows };
                 let fetch = self.fetch_to(worker);
@@ -217,7 +229,10 @@ impl Driver {
             Effect::EmitScored(tokens) => return Some(self.emit_scored(tokens).await),
             Effect::DropDecode => self.decode = None,
             Effect::DropPrefill => (self.prefill, self.target) = (None, None),
-            Effect::Recovering { leg, cause } => self.sink.record().recovering(leg, &cause),
+            Effect::Recovering { leg, cause } => {
+                self.trace.recovering(leg, &cause.message);
+                self.sink.record().recovering(leg, &cause);
+            }
             Effect::Judge(verdict) => self.workers.judge(verdict),
             Effect::Note { placed, names, answer } => self.workers.note(placed, &names, answer),
             // The last effects. `run` performs them.
@@ -250,8 +265,10 @@ impl Driver {
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
-        let Driver { sink, job, shutdown, forecast, .. } = self;
-        forecast.token();
+        let Driver { sink, job, shutdown, forecast, trace, .. } = self;
+        let now = Instant::now();
+        forecast.token(now);
+        trace.token(now);
         given(sink.token(token), job.deadline, shutdown).await
     }
 

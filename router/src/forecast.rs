@@ -50,10 +50,9 @@ impl Forecast {
         }
     }
 
-    /// A token came.
-    pub fn token(&mut self) {
+    /// A token came now.
+    pub fn token(&mut self, now: Instant) {
         let Some(placed) = &mut self.now else { return };
-        let now = Instant::now();
         match &mut placed.tokens {
             Some((_, last, tokens)) => (*last, *tokens) = (now, *tokens + 1),
             None => {

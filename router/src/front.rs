@@ -265,6 +265,7 @@ impl Front {
                     max_attempts,
                     patience,
                     slo,
+                    shown: workers.traces().shows_prompts().then(|| model.beginning(&plan.prompt)),
                 };
                 let tokens = std::mem::replace(&mut tokens, 1);
                 let Standing { priority, tenant: whose, weight, .. } = job.standing;

@@ -16,6 +16,7 @@ use crate::admission::Admitted;
 use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
+use crate::http::TRACE;
 use crate::input::GenerateInput;
 use crate::models::{Defaults, Served};
 use crate::openai::{Reader, Said};
@@ -51,7 +52,9 @@ impl v1::inference_server::Inference for Inference {
         let Admitted { tenant, received, .. } =
             &admitted.ok_or_else(|| Status::internal("the call was not admitted"))?;
         let deadline = self.front.deadline(*received, client_timeout(request.metadata()));
-        let input = read(request.into_inner(), *received, deadline, &self.front.models.defaults());
+        let traced = request.metadata().get(TRACE).is_some_and(|value| value == "1");
+        let (traced, received) = (traced.then(|| Arc::clone(&self.front)), *received);
+        let input = read(request.into_inner(), received, deadline, &self.front.models.defaults());
         let input = input.inspect_err(|e| self.front.refused(e)).map_err(|e| status(&e))?;
         let input = GenerateInput { tenant: tenant.clone(), ..input };
         let request_id = input.request_id.clone();
@@ -70,6 +73,7 @@ impl v1::inference_server::Inference for Inference {
             Class::Batch => v1::Class::Batch,
         };
         let slot = generation.slot();
+        let id = request_id.0.clone();
         let answers: Answers = Box::pin(async_stream::stream! {
             let mut sent = 0;
             let mut next = generation.next().await;
@@ -101,7 +105,9 @@ impl v1::inference_server::Inference for Inference {
                             cached_tokens: usage.cached_tokens,
                         };
                         let reason = v1::FinishReason::from(reason).into();
-                        let finish = Some(v1::Finish { reason, usage: Some(usage), class: class.into() });
+                        let placed = traced.as_ref().map(|front| front.models.explain(&id, Some(received)));
+                        let placement = placed.map(|placed| serde_json::Value::from(placed).to_string()).unwrap_or_default();
+                        let finish = Some(v1::Finish { reason, usage: Some(usage), class: class.into(), placement });
                         let mut response = said(reader.push(text));
                         add(&mut response, reader.finish());
                         yield Ok(v1::GenerateResponse { index: sent, finish, ..response });

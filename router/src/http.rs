@@ -34,7 +34,7 @@ pub(crate) const LARGE: usize = 64 << 10;
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
 /// Asks for [`PLACEMENT`].
-const TRACE: &str = "x-baton-trace";
+pub(crate) const TRACE: &str = "x-baton-trace";
 /// Why the request was placed where it was, as JSON.
 const PLACEMENT: &str = "x-baton-placement";
 

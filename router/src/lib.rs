@@ -13,6 +13,8 @@
 //! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers. `reasoning`: thoughts, split from them.
 //! - `driver`, `worker`: run one choice on its workers. `waits`: waiting beside a busy stream. `sink`, `stop`: turn tokens into text.
+//! - `trace`, `explain`: what happened to the latest requests, and why they were placed where they were.
+//! - `page`: the live page of the admin endpoint.
 //! - `server`: puts the router together and starts it. `serving`: its listeners, until the last request has ended.
 
 #![forbid(unsafe_code)]
@@ -37,6 +39,7 @@ mod listener;
 mod model;
 mod models;
 mod openai;
+mod page;
 mod patient;
 mod prompt;
 mod reasoning;
@@ -52,6 +55,7 @@ mod tenant;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tools;
+mod trace;
 mod view_file;
 mod waits;
 mod watcher;

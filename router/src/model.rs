@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use baton_grammar::Grammars;
-use baton_model_text::{ChatTemplate, Lookup, THOUGHTS, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax};
+use baton_model_text::{
+    ChatTemplate, Lookup, ModelConfig, THOUGHTS, TextModel, TextStream, TokenCache, Tokenizer, ToolSyntax,
+};
 use baton_runtime::{Bytes, metrics as names};
 use baton_types::{Constraint, ErrorKind, SamplingParams};
 use metrics::counter;
@@ -18,6 +20,8 @@ use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
 const INLINE_BYTES: usize = 4 << 10;
 /// Longest text, in bytes, that is rendered from messages, or looked up among texts seen before, inline.
 const INLINE_TEXT: usize = 32 << 10;
+/// Tokens of a prompt that people may see, if they may.
+const SHOWN: usize = 256;
 /// Tokens at the end of a prompt that are looked at for the beginning of thoughts.
 const TAIL: usize = 8;
 /// Memory for tokens of texts seen before, unless it is set.
@@ -69,6 +73,11 @@ impl ServedModel {
         &self.defaults
     }
 
+    /// Its configuration, if the decoder can run it.
+    pub(crate) fn config(&self) -> Option<&ModelConfig> {
+        self.model.config()
+    }
+
     /// The name in the model's files. Workers register with it.
     pub fn name(&self) -> &str {
         self.model.name()
@@ -109,6 +118,12 @@ impl ServedModel {
     }
 
     /// A detokeniser for one answer. Special tokens have no text, except the call marker when `calls` is true.
+    /// The beginning of a prompt, for people.
+    pub(crate) fn beginning(&self, prompt: &[u32]) -> String {
+        let tokens = &prompt[..prompt.len().min(SHOWN)];
+        self.tokenizer().decode(tokens, false).unwrap_or_default()
+    }
+
     pub(crate) fn text_stream(&self, calls: bool) -> TextStream {
         self.tokenizer().stream(true).keeping(self.call_marker.filter(|_| calls))
     }

@@ -95,6 +95,11 @@ impl Models {
         std::iter::once(&self.first).chain(&self.others)
     }
 
+    /// The model of requests that name none.
+    pub fn first(&self) -> &Served {
+        &self.first
+    }
+
     /// The model that a request names; the first one if it names none.
     pub fn named(&self, name: &str) -> Result<&Served, RequestError> {
         if name.is_empty() {

@@ -75,6 +75,11 @@ impl Record {
         &self.request_id
     }
 
+    /// When the request arrived.
+    pub fn received(&self) -> Instant {
+        self.received
+    }
+
     /// The class of the request is this.
     pub fn class(&self, class: Class) {
         let _ = self.class.set(class);

@@ -1,7 +1,7 @@
 //! Puts the router together, starts it and shuts it down.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::Path;
@@ -28,6 +28,7 @@ use crate::keys::KeyRing;
 use crate::listener::Bounds;
 use crate::model::ServedModel;
 use crate::models::Models;
+use crate::page::{self, Opened};
 use crate::serving::{ListenerTls, Serving};
 use crate::view_file;
 use crate::watcher::{INFERENCE, Watcher};
@@ -89,8 +90,9 @@ impl RunningRouter {
 /// # Errors
 /// A bad configuration, a model that cannot be opened, an address that is taken.
 pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
-    let page = Arc::new(OnceLock::new());
-    let routes = AdminRoutes { guarded: cluster_page(Arc::clone(&page)), ..AdminRoutes::default() };
+    let opened: Opened = Arc::default();
+    let guarded = cluster_page(Arc::clone(&opened)).merge(page::routes(&opened, &config));
+    let routes = AdminRoutes { guarded, ..AdminRoutes::default() };
     let process = Process::start("router", &config.process, routes).await?;
     process.shutdown.outlive_hangups()?;
     let mut bound = Bound::listen(&config).await?;
@@ -110,7 +112,7 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     }
     let Process { shutdown, tasks, readiness, .. } = &process;
     let router = bound.start(&config, models, registry, shutdown.clone(), tasks, readiness.clone())?;
-    let _ = page.set(Arc::clone(&router.models));
+    let _ = opened.set(Arc::clone(&router.models));
     let internal = router.internal_addr.map(tracing::field::display);
     tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, internal, admin = %process.admin_addr(), "serving");
     Ok(process.join().await)
@@ -167,7 +169,7 @@ impl fetch::Progress for Logged {
 }
 
 /// GET /cluster and /placements/REQUEST-ID at the admin endpoint, which starts before the router does.
-fn cluster_page(models: Arc<OnceLock<Arc<Models>>>) -> axum::Router {
+fn cluster_page(models: Opened) -> axum::Router {
     let starting = || (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response();
     let known = Arc::clone(&models);
     let page =

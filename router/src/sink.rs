@@ -136,6 +136,11 @@ impl Sink {
         Sink { way, clock, turn: None, tokens: 0, charged: 0, chars: 0, stopped: false, ended: false, stalled: false }
     }
 
+    /// Index of the choice.
+    pub fn choice(&self) -> u32 {
+        self.way.choice
+    }
+
     /// The request's record.
     pub fn record(&self) -> &Record {
         &self.way.record

@@ -106,6 +106,11 @@ impl Cluster {
         self.addresses.grpc
     }
 
+    /// Where the router's admin endpoint and its page are.
+    pub fn admin(&self) -> SocketAddr {
+        self.addresses.admin
+    }
+
     /// What `baton status` and `baton scale` take as `--registry`.
     pub fn registry(&self) -> &str {
         &self.addresses.registry

@@ -3,13 +3,13 @@
 use std::io::Cursor;
 use std::path::Path;
 
+use baton_model_text::TensorFacts;
 use baton_model_text::gguf::Header;
 use candle_core::quantized::GgmlDType;
 
-use crate::config::gguf::TensorFacts;
 use crate::names::Naming;
 use crate::store::{MappedFile, StoredDtype, TensorStore};
-use crate::{LayerTensor, ModelFileError, TensorName, TensorRef, WeightDtype};
+use crate::{ModelFileError, TensorName, TensorRef, WeightDtype};
 
 /// Maps a file; returns its header and its tensors.
 pub(crate) fn open(path: &Path) -> Result<(Header, TensorStore), ModelFileError> {
@@ -49,13 +49,8 @@ fn supported(dtype: GgmlDType) -> Option<WeightDtype> {
 }
 
 /// What the configuration needs to know about the tensors.
-pub(crate) fn tensor_facts(path: &Path, store: &TensorStore) -> Result<TensorFacts, ModelFileError> {
-    let text = |name| Naming::Gguf.text(name);
-    Ok(TensorFacts {
-        has_output: store.get(&text(TensorName::Output)).is_some(),
-        has_qkv_bias: store.get(&text(TensorName::Layer(0, LayerTensor::QBias))).is_some(),
-        rope_freqs: rope_freqs(path, store)?,
-    })
+pub(crate) fn tensor_facts(path: &Path, header: &Header, store: &TensorStore) -> Result<TensorFacts, ModelFileError> {
+    Ok(TensorFacts { rope_freqs: rope_freqs(path, store)?, ..TensorFacts::of(header) })
 }
 
 fn rope_freqs(path: &Path, store: &TensorStore) -> Result<Option<Vec<f32>>, ModelFileError> {

@@ -1,10 +1,9 @@
-//! Whole models, from a name to tensors: configuration, GGUF, safetensors, random weights.
+//! Whole models, from a name to tensors: GGUF, safetensors, random weights.
 //!
 //! `fetch::Source` turns what a user typed into a path or a shape, and [`Model::open`] maps what lies there. Tokenizer and chat template
 //! are in `baton-model-text`, which the router uses without this crate. This crate knows nothing about kernels, batching or the network
 //! between workers.
 
-mod config;
 pub mod fetch;
 mod fingerprint;
 mod gguf;
@@ -17,8 +16,11 @@ mod store;
 mod tensors;
 mod weights;
 
-pub use baton_model_text::{Architecture, ChatTemplate, ModelFileError, TextModel, Tokenizer};
-pub use config::{Activation, ModelConfig, RopeConfig, RopeScaling};
+pub use baton_model_text::{
+    Activation, Architecture, ChatTemplate, Device, Estimate, EstimateOptions, LINKS, Link, ModelConfig,
+    ModelFileError, RopeConfig, RopeScaling, SCRATCH_BYTES, TextModel, Tokenizer, Travel, WeightKind, activation_bytes,
+    estimate, kv_layout, operand_bytes,
+};
 pub use inspect::{Inspection, inspect};
 pub use model::Model;
 pub use random::RandomModel;

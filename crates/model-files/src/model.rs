@@ -6,7 +6,6 @@ use std::path::Path;
 
 use baton_model_text::Family;
 
-use crate::config;
 use crate::fingerprint::fingerprint;
 use crate::gguf;
 use crate::names::{self, Naming};
@@ -115,14 +114,14 @@ impl Model {
 fn open_gguf(path: &Path) -> Result<Model, ModelFileError> {
     let (mut header, store) = gguf::open(path)?;
     let family = Family::of_gguf(&header)?;
-    let config = config::gguf::read(&family, gguf::tensor_facts(path, &store)?)?;
+    let config = ModelConfig::of_gguf(&family, gguf::tensor_facts(path, &header, &store)?)?;
     let text = TextModel::of_gguf(path, &mut header, &family)?;
     assemble(text, config, store, Naming::Gguf)
 }
 
 fn open_directory(dir: &Path) -> Result<Model, ModelFileError> {
     let family = Family::of_directory(dir)?;
-    let config = config::hf::read(&family)?;
+    let config = ModelConfig::of_family(&family)?;
     let text = TextModel::of_directory(dir, &family)?;
     let store = safetensors::open(dir)?;
     let naming = Naming::hugging_face(&store, config.post_norms);

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use baton_model_text::gguf::EMBEDDING;
+use baton_model_text::gguf::{EMBEDDING, OUTPUT};
 
 use crate::store::{Entry, StoredDtype, TensorStore};
 use crate::{LayerTensor, ModelConfig, ModelFileError, TensorName};
@@ -58,7 +58,7 @@ fn gguf_name(name: TensorName) -> String {
     let (layer, tensor) = match name {
         TensorName::Embedding => return EMBEDDING.to_owned(),
         TensorName::OutputNorm => return "output_norm.weight".to_owned(),
-        TensorName::Output => return "output.weight".to_owned(),
+        TensorName::Output => return OUTPUT.to_owned(),
         TensorName::RopeFreqs => return "rope_freqs.weight".to_owned(),
         TensorName::Layer(layer, tensor) => (layer, tensor),
     };

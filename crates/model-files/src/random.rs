@@ -7,7 +7,6 @@
 use baton_model_text::{RANDOM_PREFIX, RandomShape};
 use baton_types::hash_bytes;
 
-use crate::config;
 use crate::model::Model;
 use crate::weights::RandomWeights;
 use crate::{ModelConfig, ModelFileError};
@@ -32,7 +31,7 @@ impl RandomModel {
     }
 
     fn of(shape: RandomShape) -> Result<RandomModel, ModelFileError> {
-        let config = config::hf::read(shape.family())?;
+        let config = ModelConfig::of_family(shape.family())?;
         // Sizes are bounded: a tensor has fewer than 2^48 elements and a model fewer than 2^15 tensors, so the sum fits.
         let parameters: u64 = RandomWeights::new(&config, shape.seed()).facts().map(|tensor| tensor.elements()).sum();
         if parameters > MAX_PARAMETERS {
@@ -40,6 +39,11 @@ impl RandomModel {
             return Err(ModelFileError::config(shape.family().keys.path(), "sizes", problem));
         }
         Ok(RandomModel { shape, config })
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
     }
 
     /// The names of the known shapes.

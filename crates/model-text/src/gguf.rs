@@ -14,6 +14,10 @@ use crate::keys::Keys;
 
 /// Name of the embedding tensor.
 pub const EMBEDDING: &str = "token_embd.weight";
+/// Name of the output head's tensor, where it is not the embedding.
+pub const OUTPUT: &str = "output.weight";
+/// Name of the bias of Q in the first layer, where projections have biases.
+pub const QUERY_BIAS: &str = "blk.0.attn_q.bias";
 /// Arrays up to this long become keys; longer ones belong to the tokenizer.
 const KEY_ARRAY: usize = 4096;
 /// The first four bytes of every file.

@@ -8,7 +8,7 @@ use baton_types::nearest;
 use crate::family::Family;
 use crate::keys::Keys;
 use crate::tokenizer::bytes;
-use crate::{ChatTemplate, ModelFileError, TextModel};
+use crate::{ChatTemplate, ModelConfig, ModelFileError, TextModel};
 
 /// Prefix of the name of a random model.
 pub const PREFIX: &str = "random:";
@@ -83,7 +83,8 @@ impl RandomShape {
         let path = Path::new(&self.name);
         let tokenizer = bytes::tokenizer(self.family.vocab_size);
         let chat = ChatTemplate::compile(path, CHAT, String::new(), String::new())?;
-        TextModel::of(path, self.name.clone(), tokenizer, Some(chat), &self.family)
+        let model = TextModel::of(path, self.name.clone(), tokenizer, Some(chat), &self.family)?;
+        Ok(model.with_config(ModelConfig::of_family(&self.family).ok()))
     }
 }
 

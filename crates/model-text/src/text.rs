@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::family::Family;
 use crate::gguf::Header;
 use crate::keys::Keys;
-use crate::{ChatTemplate, ModelFileError, SamplingDefaults, Tokenizer, tokenizer};
+use crate::{ChatTemplate, ModelConfig, ModelFileError, SamplingDefaults, TensorFacts, Tokenizer, tokenizer};
 
 /// A model's name, tokenizer, chat template, and the two sizes that text depends on.
 #[derive(Debug)]
@@ -18,6 +18,7 @@ pub struct TextModel {
     vocab_size: u32,
     context_length: u32,
     sampling: SamplingDefaults,
+    config: Option<ModelConfig>,
 }
 
 impl TextModel {
@@ -39,7 +40,8 @@ impl TextModel {
         let chat = chat.map(|source| compile_chat(path, &source, &tokenizer)).transpose()?;
         let name = header.keys.opt("general.name")?.unwrap_or_else(|| file_name(path));
         let sampling = SamplingDefaults::of_gguf(&header.keys)?;
-        Ok(TextModel::of(path, name, tokenizer, chat, family)?.with_sampling(sampling))
+        let config = ModelConfig::of_gguf(family, TensorFacts::of(header));
+        Ok(TextModel::of(path, name, tokenizer, chat, family)?.with_sampling(sampling).with_config(config.ok()))
     }
 
     /// Reads the text files of a directory.
@@ -51,7 +53,8 @@ impl TextModel {
             .map(|(path, source)| compile_chat(&path, &source, &tokenizer))
             .transpose()?;
         let sampling = SamplingDefaults::of_directory(dir)?;
-        Ok(TextModel::of(dir, directory_name(dir), tokenizer, chat, family)?.with_sampling(sampling))
+        let model = TextModel::of(dir, directory_name(dir), tokenizer, chat, family)?;
+        Ok(model.with_sampling(sampling).with_config(ModelConfig::of_family(family).ok()))
     }
 
     /// Builds it from its parts; `path` is the file that errors name.
@@ -68,12 +71,30 @@ impl TextModel {
             return Err(ModelFileError::config(path, "tokenizer", problem));
         }
         let sampling = SamplingDefaults::default();
-        Ok(TextModel { path: path.to_owned(), name, tokenizer, chat, vocab_size, context_length, sampling })
+        Ok(TextModel {
+            path: path.to_owned(),
+            name,
+            tokenizer,
+            chat,
+            vocab_size,
+            context_length,
+            sampling,
+            config: None,
+        })
     }
 
     /// The same model, sampled like this where a request does not say.
     pub fn with_sampling(self, sampling: SamplingDefaults) -> TextModel {
         TextModel { sampling, ..self }
+    }
+
+    pub(crate) fn with_config(self, config: Option<ModelConfig>) -> TextModel {
+        TextModel { config, ..self }
+    }
+
+    /// The configuration; `None` if it is not one that the decoder can run.
+    pub fn config(&self) -> Option<&ModelConfig> {
+        self.config.as_ref()
     }
 
     /// How to sample where a request does not say.

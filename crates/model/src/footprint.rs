@@ -3,15 +3,11 @@
 //! Arithmetic over shapes. A test runs the whole model on a recording device and compares this with what is really allocated.
 
 use baton_kernels::cuda::product_weight_bytes;
-use baton_model_files::{Model, ModelConfig, TensorInfo, TensorName};
+use baton_model_files::{Model, SCRATCH_BYTES, TensorInfo, TensorName, activation_bytes, operand_bytes};
 use baton_types::KvLayout;
 
 use crate::parallel::Sharding;
 use crate::{DecoderLimits, ModelError};
-
-/// Bytes for everything that does not grow with the sizes here: copies of batches, partial sums of split attention, graphs, the driver's
-/// own code. More than was ever measured, and little compared with any GPU's memory.
-const OTHERS: u64 = 512 << 20;
 
 /// Bytes on a GPU, by what they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,10 +55,12 @@ impl Footprint {
         let tables = if config.local_rope.is_some() { 2 } else { 1 };
         // One cosine and one sine, 4 bytes each, for each of `head_dim / 2` pairs.
         let rotations = tables * limits.context as u64 * u64::from(config.head_dim) * 4;
+        let sinks = layout.groups.iter().any(|group| group.sinks > 0);
+        let (own_vocab, tokens) = (sharding.vocab().len() as u32, limits.tokens as u32);
         Footprint {
             weights: tensors + head + rotations,
-            activations: activations(&config, sharding, layout, limits),
-            workspace: operands(&config, limits) + OTHERS,
+            activations: activation_bytes(&config, sharding.ranks(), own_vocab, sinks, tokens, limits.samples as u32),
+            workspace: operand_bytes(&config, tokens) + SCRATCH_BYTES,
         }
     }
 
@@ -85,32 +83,6 @@ fn tensor_bytes(tensor: &TensorInfo, sharding: &Sharding, fp8: bool) -> u64 {
     }
 }
 
-/// Bytes of the decoder's buffers, counted as f32 rows. Attention's rows may be smaller in reality.
-fn activations(config: &ModelConfig, sharding: &Sharding, layout: &KvLayout, limits: DecoderLimits) -> u64 {
-    let queries = if layout.groups.iter().any(|group| group.sinks > 0) { 3 } else { 2 };
-    let wide = |n: u32| u64::from(n);
-    let row = 2 * wide(config.hidden_size)
-        + queries * wide(config.q_size())
-        + 2 * wide(config.kv_size())
-        + 2 * wide(config.intermediate_size);
-    // Logits, and a copy of them from before penalties.
-    let sample = wide(config.hidden_size) + 2 * wide(config.vocab_size);
-    // With several ranks, each holds every rank's part of a sum, and its own part of the logits.
-    let (exchanged, own) = match sharding.ranks() {
-        1 => (0, 0),
-        ranks => {
-            (u64::from(ranks) * limits.tokens as u64 * wide(config.hidden_size), wide(sharding.vocab().len() as u32))
-        }
-    };
-    4 * (limits.tokens as u64 * row + limits.samples as u64 * (sample + own) + exchanged)
-}
-
-/// Bytes of a product's input as bf16. As E4M3 with scales it takes less.
-fn operands(config: &ModelConfig, limits: DecoderLimits) -> u64 {
-    let widest = config.hidden_size.max(config.intermediate_size).max(config.q_size());
-    limits.tokens as u64 * u64::from(widest) * 2
-}
-
 #[cfg(test)]
 mod tests {
     use baton_model_files::RandomModel;
@@ -129,7 +101,7 @@ mod tests {
         assert_eq!(footprint.weights, 8_030_261_248 * 2 + 65 * 4096 * 2 + 8192 * 128 * 4);
         // x, out, q, attended: 4,096 wide; k, v: 1,024; gate, up: 14,336.
         assert_eq!(footprint.activations, 4 * (2048 * (4 * 4096 + 2 * 1024 + 2 * 14_336) + 16 * (4096 + 2 * 128_256)));
-        assert_eq!(footprint.workspace, 2048 * 14_336 * 2 + OTHERS);
+        assert_eq!(footprint.workspace, 2048 * 14_336 * 2 + SCRATCH_BYTES);
 
         // One byte per weight of a layer, and 4 bytes per output for its scale; embedding and head as before.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096);

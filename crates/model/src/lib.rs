@@ -8,7 +8,6 @@ mod choose;
 mod decoder;
 mod error;
 mod footprint;
-mod layout;
 pub mod parallel;
 mod rope;
 mod runner;
@@ -16,8 +15,8 @@ mod sampler;
 mod softmax;
 mod weights;
 
+pub use baton_model_files::kv_layout;
 pub use decoder::{Decoder, DecoderLimits};
 pub use error::ModelError;
 pub use footprint::Footprint;
-pub use layout::kv_layout;
 pub use sampler::Sampler;

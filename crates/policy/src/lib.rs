@@ -9,11 +9,13 @@
 //! - [`Placement`]: which decode worker and which prefill worker a request gets; [`Predicted`], [`RoundRobin`] and [`LeastLoaded`].
 //! - [`TenantMeter`]: what one tenant may use; [`Gate`]: which waiting request begins next, in the order of a fair queue.
 //! - [`KvIndex`]: which worker holds which prefix, as workers say.
+//! - [`bottleneck`]: what bounds the cluster now, in one sentence.
 //! - [`Prefixes`]: where a prompt's prefix was sent before, as a hint for placement.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))] // Tests begin at some time.
 
+mod bottleneck;
 mod fair;
 mod gate;
 mod kv_index;
@@ -25,6 +27,7 @@ mod tenants;
 
 pub use baton_kv_cache::{BlockName, Tally};
 pub use baton_latency::{Backlog, BatchWork, Coming, StepCost, StepWork};
+pub use bottleneck::{Bottleneck, Bound, Lately, Targets, WorkerLoad, bottleneck};
 pub use fair::Ticket;
 pub use gate::{Asks, Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};

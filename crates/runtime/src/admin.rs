@@ -3,7 +3,7 @@
 //! It stays up during a drain, so that orchestrators see "not ready: draining" instead of a refused connection.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use axum::Router;
 use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -228,7 +228,12 @@ impl Guard {
 async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     let refused = |status, why: String| (status, why).into_response();
     let path = match &*guard {
-        Guard::Everybody => return next.run(request).await,
+        Guard::Everybody if is_here(request.headers()) => return next.run(request).await,
+        Guard::Everybody => {
+            let why =
+                "this page is for this machine: ask by an address or as localhost, or start with --admin-token-file\n";
+            return refused(StatusCode::FORBIDDEN, why.to_owned());
+        }
         Guard::Nobody => {
             let why = "this page needs a token, and none is set up: start with --admin-token-file\n";
             return refused(StatusCode::FORBIDDEN, why.to_owned());
@@ -244,11 +249,58 @@ async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
         }
     };
     let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let given = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
-    match same(given.trim().as_bytes(), token.as_bytes()) {
+    match same(&given.and_then(token_in).unwrap_or_default(), token.as_bytes()) {
         true => next.run(request).await,
-        false => refused(StatusCode::UNAUTHORIZED, "send the admin token as Authorization: Bearer TOKEN\n".to_owned()),
+        false => {
+            let why = "send the admin token as Authorization: Bearer TOKEN, or as the password of any user\n";
+            // A browser asks for it then.
+            let ask = [(header::WWW_AUTHENTICATE, "Basic realm=\"baton admin\", charset=\"UTF-8\"")];
+            (StatusCode::UNAUTHORIZED, ask, why).into_response()
+        }
     }
+}
+
+/// The token in a value of the header `Authorization`: a bearer token, or a password. `None`: it has none.
+fn token_in(value: &str) -> Option<Vec<u8>> {
+    let (scheme, rest) = value.split_once(' ')?;
+    if scheme.eq_ignore_ascii_case("bearer") {
+        return Some(rest.trim().as_bytes().to_vec());
+    }
+    let user_and_password = scheme.eq_ignore_ascii_case("basic").then(|| base64(rest.trim()))??;
+    let colon = user_and_password.iter().position(|byte| *byte == b':')?;
+    Some(user_and_password[colon + 1..].to_vec())
+}
+
+/// Decodes base64 (RFC 4648, section 4). `None`: it is none.
+fn base64(text: &str) -> Option<Vec<u8>> {
+    let text = text.trim_end_matches('=');
+    let (mut bytes, mut bits, mut held) = (Vec::with_capacity(text.len() * 3 / 4), 0u32, 0);
+    for letter in text.bytes() {
+        let value = match letter {
+            b'A'..=b'Z' => letter - b'A',
+            b'a'..=b'z' => letter - b'a' + 26,
+            b'0'..=b'9' => letter - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        (bits, held) = ((bits << 6) | u32::from(value), held + 6);
+        if held >= 8 {
+            held -= 8;
+            bytes.push((bits >> held) as u8);
+            bits &= (1 << held) - 1;
+        }
+    }
+    Some(bytes)
+}
+
+/// Whether a request was meant for this machine. A page of another site may have a name of its own resolved to this machine's address, and
+/// so read what is served here; then the request names that site.
+fn is_here(headers: &HeaderMap) -> bool {
+    let Some(host) = headers.get(header::HOST) else { return true };
+    let host = host.to_str().unwrap_or_default();
+    let name = if host.ends_with(']') { host } else { host.rsplit_once(':').map_or(host, |(name, _)| name) };
+    name.eq_ignore_ascii_case("localhost") || name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
 }
 
 /// Compares in a time that does not tell how much is right.
@@ -312,6 +364,49 @@ mod tests {
         ] {
             assert_eq!(status(with(any), token).await, want, "{token:?}");
             assert_eq!(status(with(own), token).await, want, "{token:?}: asked for here too");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_browser_sends_the_token_as_a_password() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "s:cret\n").unwrap();
+        let page = Router::new().route("/cluster", get(|| async { "all" }));
+        let guarded = Arc::new(Guard::new("0.0.0.0:1".parse().unwrap(), Some(file.path().to_owned())));
+        let page = page.layer(middleware::from_fn_with_state(guarded, guard));
+        // me:s:cret, me:s:creT, no colon, no base64
+        for (value, want) in [
+            ("Basic bWU6czpjcmV0", StatusCode::OK),
+            ("basic bWU6czpjcmV0", StatusCode::OK),
+            ("Basic bWU6czpjcmVU", StatusCode::UNAUTHORIZED),
+            ("Basic czpjcmV0", StatusCode::UNAUTHORIZED),
+            ("Basic ::::", StatusCode::UNAUTHORIZED),
+            ("Digest x", StatusCode::UNAUTHORIZED),
+        ] {
+            let request = Request::builder().uri("/cluster").header(header::AUTHORIZATION, value);
+            let answer = page.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
+            assert_eq!(answer.status(), want, "{value}");
+            assert_eq!(answer.headers().contains_key(header::WWW_AUTHENTICATE), want != StatusCode::OK);
+        }
+        let texts = [("", ""), ("Zg==", "f"), ("Zm8=", "fo"), ("Zm9v", "foo"), ("Zm9vYg", "foob")];
+        texts.iter().for_each(|(coded, plain)| assert_eq!(base64(coded).unwrap(), plain.as_bytes()));
+    }
+
+    #[tokio::test]
+    async fn without_a_token_a_page_is_not_for_sites_that_resolve_to_this_machine() {
+        let page = Router::new().route("/cluster", get(|| async { "all" }));
+        let guarded = Arc::new(Guard::new("127.0.0.1:1".parse().unwrap(), None));
+        let page = page.layer(middleware::from_fn_with_state(guarded, guard));
+        for (host, want) in [
+            ("127.0.0.1:9000", StatusCode::OK),
+            ("[::1]:9000", StatusCode::OK),
+            ("[::1]", StatusCode::OK),
+            ("localhost", StatusCode::OK),
+            ("evil.example:9000", StatusCode::FORBIDDEN),
+            ("127.0.0.1.evil.example", StatusCode::FORBIDDEN),
+        ] {
+            let request = Request::builder().uri("/cluster").header(header::HOST, host).body(Body::empty()).unwrap();
+            assert_eq!(page.clone().oneshot(request).await.unwrap().status(), want, "{host}");
         }
     }
 

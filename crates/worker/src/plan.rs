@@ -216,6 +216,54 @@ mod tests {
         assert!(error(1 << 30, None).contains("lower kv_memory"));
     }
 
+    /// `baton model estimate` and the router's page say what a worker allocates.
+    #[test]
+    fn estimates_are_what_is_planned() {
+        use baton_model_files::{Device, EstimateOptions, WeightKind, estimate};
+        let gpu = GpuMemory { total: 400 << 30, free: 400 << 30 };
+        let names =
+            ["tiny", "smollm2-135m", "gemma-3-270m", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-8b", "llama-3.1-70b"];
+        for name in names {
+            let model = RandomModel::parse(&format!("random:{name}")).unwrap().unwrap().open().unwrap();
+            let ranks = if model.config().heads.is_multiple_of(2) { 2 } else { 3 };
+            for (kv_type, tp) in KvDtype::ALL.into_iter().flat_map(|kv_type| [(kv_type, 1), (kv_type, ranks)]) {
+                let config =
+                    WorkerConfig { kv_type: Parsed(kv_type), tp, context: Some(1024), ..WorkerConfig::default() };
+                let options = EstimateOptions { kv_type, ranks: tp, context: Some(1024), ..EstimateOptions::default() };
+                let said = estimate(model.config(), &options).unwrap();
+                let planned = plan(&config, &model, Place::Host).unwrap().geometry;
+                let all_ranks = planned.of_ranks(tp).bytes() as u64 * u64::from(tp);
+                assert_eq!(
+                    (said.blocks, said.pool_bytes),
+                    (planned.blocks[0].into(), all_ranks),
+                    "{name} {kv_type} {tp}"
+                );
+                assert_eq!(said.pool_bytes, said.blocks * 16 * said.token_bytes);
+                for (quantization, weights) in
+                    [(Quantization::None, WeightKind::Bf16), (Quantization::Fp8, WeightKind::Fp8)]
+                {
+                    let config = WorkerConfig { quantization, backend: BackendKind::Cuda, ..config.clone() };
+                    let device = Device::Gpu { memory: gpu.total, fraction: 0.9 };
+                    let options = EstimateOptions { device, weights, ..options.clone() };
+                    let planned = plan(&config, &model, Place::Gpu(gpu)).unwrap().geometry;
+                    let said = estimate(model.config(), &options).unwrap();
+                    let limits = DecoderLimits { tokens: 512, samples: 64, context: 1024, table_entries: 0 };
+                    let fp8 = weights == WeightKind::Fp8;
+                    let footprint = Footprint::of_rank(&model, tp, &planned.layout, limits, fp8).unwrap();
+                    let rest = footprint.activations + footprint.workspace;
+                    assert_eq!(
+                        (said.weight_bytes, said.working_bytes),
+                        (footprint.weights, rest),
+                        "{name} {weights} {tp}"
+                    );
+                    assert_eq!(said.blocks, u64::from(planned.blocks[0]), "{name} {kv_type} {weights} {tp}");
+                }
+            }
+            let parameters = baton_model_files::inspect(&model).parameters;
+            assert_eq!(estimate(model.config(), &EstimateOptions::default()).unwrap().parameters, parameters, "{name}");
+        }
+    }
+
     #[test]
     fn weights_of_8_bits_are_for_gpus_and_leave_more_memory_for_kv() {
         let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();

@@ -29,6 +29,11 @@ pub(crate) trait Word: Sized {
     /// Reads a message; None for one that only later versions know, which is skipped.
     fn read(event: Self::Event) -> Result<Option<Self>, LegEnd>;
 
+    /// What a message says of the handoff besides that it succeeded.
+    fn transferred(_: &Self::Event) -> Option<&v1::Transferred> {
+        None
+    }
+
     /// True when nothing follows.
     fn is_last(&self) -> bool;
 
@@ -40,7 +45,11 @@ pub(crate) trait Word: Sized {
 }
 
 /// A running leg: a stream of inputs for its choice.
-pub(crate) struct Leg<W: Word>(Stage<W::Event>);
+pub(crate) struct Leg<W: Word> {
+    stage: Stage<W::Event>,
+    /// What the worker said of the handoff.
+    transferred: Option<v1::Transferred>,
+}
 
 enum Stage<E> {
     /// There is no worker to ask.
@@ -92,19 +101,25 @@ pub(crate) fn open_prefill(
 
 impl<W: Word> Leg<W> {
     fn open(link: Result<WorkerLink, LegEnd>, ask: impl FnOnce(WorkerLink) -> Asked<W::Event>) -> Leg<W> {
-        Leg(match link {
+        let stage = match link {
             Ok(link) => Stage::Opening(ask(link)),
             Err(gone) => Stage::Gone(gone),
-        })
+        };
+        Leg { stage, transferred: None }
+    }
+
+    /// What the worker said of the handoff, once it has succeeded.
+    pub fn transferred(&self) -> Option<&v1::Transferred> {
+        self.transferred.as_ref()
     }
 
     /// The next message; an error when there is none any more.
     fn poll_word(&mut self, cx: &mut Context<'_>) -> Poll<Result<W, LegEnd>> {
         loop {
-            match &mut self.0 {
+            match &mut self.stage {
                 Stage::Gone(end) => return Poll::Ready(Err(end.clone())),
                 Stage::Opening(answer) => match ready!(answer.as_mut().poll(cx)) {
-                    (Ok(response), link) => self.0 = Stage::Open(Box::new(response.into_inner()), link),
+                    (Ok(response), link) => self.stage = Stage::Open(Box::new(response.into_inner()), link),
                     (Err(status), link) => return Poll::Ready(Err(link.ended(&status))),
                 },
                 Stage::Open(events, link) => {
@@ -113,6 +128,9 @@ impl<W: Word> Leg<W> {
                         Some(Err(status)) => return Poll::Ready(Err(link.ended(&status))),
                         None => return Poll::Ready(Err(LegEnd::Early)),
                     };
+                    if let Some(told) = W::transferred(&event) {
+                        self.transferred = Some(told.clone());
+                    }
                     if let Some(word) = W::read(event).transpose() {
                         return Poll::Ready(word);
                     }
@@ -127,13 +145,13 @@ impl<W: Word> Stream for Leg<W> {
     type Item = ChoiceInput;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<ChoiceInput>> {
-        if matches!(self.0, Stage::Over) {
+        if matches!(self.stage, Stage::Over) {
             return Poll::Ready(None);
         }
         let word = ready!(self.poll_word(cx));
         // Reading on after the last message would report the end of the stream as a failure ([`LegEnd::Early`]).
         if word.as_ref().map_or(true, W::is_last) {
-            self.0 = Stage::Over;
+            self.stage = Stage::Over;
         }
         Poll::Ready(Some(word.map_or_else(W::ended, W::said)))
     }
@@ -170,6 +188,13 @@ impl Word for DecodeWord {
 
 impl Word for PrefillWord {
     type Event = v1::PrefillEvent;
+
+    fn transferred(event: &v1::PrefillEvent) -> Option<&v1::Transferred> {
+        match &event.event {
+            Some(PrefillEvent::Transferred(told)) => Some(told),
+            _ => None,
+        }
+    }
 
     fn read(event: v1::PrefillEvent) -> Result<Option<PrefillWord>, LegEnd> {
         let Some(event) = event.event else { return Ok(None) };

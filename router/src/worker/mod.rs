@@ -9,6 +9,7 @@ mod follow;
 mod held;
 mod legs;
 mod link;
+mod look;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,11 +34,13 @@ use tokio::time::Instant;
 use crate::config::{PlacementKind, RouterConfig};
 use crate::explain::Explanations;
 use crate::model::ServedModel;
+use crate::trace::Traces;
 use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 pub(crate) use fetch::{FetchBegins, allowed};
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
+pub(crate) use look::Seen;
 
 /// All workers in the current view.
 pub(crate) struct Workers {
@@ -55,6 +58,7 @@ pub(crate) struct Workers {
     /// Placements so far.
     turn: AtomicUsize,
     explanations: Explanations,
+    traces: Traces,
     /// What follows from the latest view. Requests read it without waiting for each other.
     table: RwLock<Arc<Table>>,
 }
@@ -112,6 +116,7 @@ impl Workers {
     /// A table without workers.
     pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
         let RouterConfig { placement, local_prompt, late_reservation, worker_timeout, fair_window, .. } = *config;
+        let traces = Traces::new(config.admin_prompts);
         let placement: Box<dyn baton_policy::Placement> = match placement {
             PlacementKind::Predicted => Box::new(Predicted::new(local_prompt)),
             PlacementKind::RoundRobin => Box::<RoundRobin>::default(),
@@ -138,6 +143,7 @@ impl Workers {
             held: HeldBlocks::new(BLOCKS),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
+            traces,
             table,
         }
     }
@@ -211,6 +217,11 @@ impl Workers {
             "stale": view.stale,
             "members": view.members.iter().zip(states).map(member).collect::<Vec<_>>(),
         })
+    }
+
+    /// What happened to the latest choices.
+    pub fn traces(&self) -> &Traces {
+        &self.traces
     }
 
     /// Why no request can be served now; None when requests can be served.

@@ -87,6 +87,24 @@ async fn what_a_request_says_of_its_place_reaches_both_workers() {
 }
 
 #[tokio::test]
+async fn a_traced_call_is_told_where_it_ran_and_another_is_not() {
+    let cluster = Cluster::start(1, 1, "fine").await;
+    let mut client = client(&cluster).await;
+    let (.., finish) = whole(&mut client, ask(Input::Text("hi".into()))).await;
+    assert_eq!(finish.placement, "");
+    let mut request = Request::new(ask(Input::Text("hi".into())));
+    request.metadata_mut().insert("x-baton-trace", "1".parse().unwrap());
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let mut last = None;
+    while let Some(response) = stream.message().await.unwrap() {
+        last = response.finish;
+    }
+    let told: serde_json::Value = serde_json::from_str(&last.unwrap().placement).unwrap();
+    assert!(told[0]["decode"].is_string() && told.as_array().unwrap().len() == 1, "{told}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn logits_digests_come_with_logprobs_and_only_then() {
     let cluster = Cluster::start(1, 1, "né").await;
     let mut client = client(&cluster).await;

@@ -1,6 +1,6 @@
 //! Plain HTTP/1.0, and metrics by it.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
 use anyhow::{Context, ensure};
@@ -10,6 +10,16 @@ use super::HANG;
 /// A GET: status and body.
 pub fn get(address: SocketAddr, path: &str) -> anyhow::Result<(u16, String)> {
     exchange(address, &format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n"))
+}
+
+/// The first event of a stream of server-sent events.
+pub fn first_event(address: SocketAddr, path: &str) -> anyhow::Result<serde_json::Value> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(HANG))?;
+    stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes())?;
+    let lines = BufReader::new(stream).lines().map_while(Result::ok);
+    let event = lines.filter_map(|line| line.strip_prefix("data: ").map(str::to_owned)).next();
+    Ok(serde_json::from_str(&event.context("no event")?)?)
 }
 
 /// A POST of JSON: status and body.

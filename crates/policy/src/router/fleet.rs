@@ -358,6 +358,11 @@ impl Fleet {
         })
     }
 
+    /// What each worker has to do, as it said last and as was sent to it since; of those that said something.
+    pub fn backlogs(&self, now: Instant) -> impl Iterator<Item = (WorkerId, Backlog)> {
+        self.roster.serving().filter_map(move |worker| Some((worker.id, worker.load.now(worker.in_flight(), now)?)))
+    }
+
     /// The worker, unless it has left since this join.
     fn of(&mut self, worker: WorkerId, joined: u64) -> Option<&mut Worker> {
         self.roster.get_mut(worker).filter(|worker| worker.joined == joined)

@@ -1,11 +1,13 @@
 //! [`ModelConfig`] from the metadata of a GGUF file.
 
-use baton_model_text::{Architecture, Family, Keys, ModelFileError};
+use crate::gguf::{Header, OUTPUT, QUERY_BIAS};
+use crate::{Architecture, Family, Keys, ModelFileError};
 
 use super::{Activation, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, ModelConfig, RopeConfig, RopeScaling};
 
-/// What the configuration needs to know about the file's tensors.
-pub(crate) struct TensorFacts {
+/// What the configuration needs to know about the tensors of a GGUF file.
+#[derive(Clone, Debug)]
+pub struct TensorFacts {
     /// The file has an output head of its own.
     pub has_output: bool,
     /// Layer 0 has a bias on Q.
@@ -14,10 +16,18 @@ pub(crate) struct TensorFacts {
     pub rope_freqs: Option<Vec<f32>>,
 }
 
+impl TensorFacts {
+    /// What a header says, which does not have the divisors.
+    pub fn of(header: &Header) -> TensorFacts {
+        let has = |name| header.tensors.contains_key(name);
+        TensorFacts { has_output: has(OUTPUT), has_qkv_bias: has(QUERY_BIAS), rope_freqs: None }
+    }
+}
+
 /// The one Gemma 3 size (27B) whose attention is scaled by its width per head instead of by the head's own size.
 const GEMMA3_WIDE_LAYERS: u32 = 62;
 
-pub(crate) fn read(family: &Family, facts: TensorFacts) -> Result<ModelConfig, ModelFileError> {
+pub(super) fn read(family: &Family, facts: TensorFacts) -> Result<ModelConfig, ModelFileError> {
     let Family { architecture, ref keys, vocab_size, context_length } = *family;
     keys.must_be_off("expert_count", "a mixture of experts")?;
     let gemma = architecture == Architecture::Gemma3;

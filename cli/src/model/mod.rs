@@ -1,4 +1,6 @@
-//! `baton model pull | list | inspect`.
+//! `baton model pull | list | inspect | estimate`.
+
+mod estimate;
 
 use baton_model_files::{RandomModel, fetch, inspect};
 use baton_runtime::FetchConfig;
@@ -22,6 +24,7 @@ pub fn command() -> Command {
                 .arg(spec())
                 .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("As JSON")),
         )
+        .subcommand(estimate::command())
 }
 
 /// Runs the subcommand.
@@ -39,6 +42,7 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
             }
         },
         "list" => list(source.cache())?,
+        "estimate" => estimate::run(matches, &source)?,
         _ => {
             let facts = inspect(&find()?.open()?);
             if matches.get_flag("json") {

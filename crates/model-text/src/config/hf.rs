@@ -1,6 +1,6 @@
 //! [`ModelConfig`] from a Hugging Face `config.json`, in the older and the current spelling of rope and layer types.
 
-use baton_model_text::{Architecture, Family, Keys, ModelFileError};
+use crate::{Architecture, Family, Keys, ModelFileError};
 
 use super::{Activation, GEMMA3_LOCAL_THETA, GEMMA3_PATTERN, ModelConfig, RopeConfig, RopeScaling};
 
@@ -11,7 +11,7 @@ struct Defaults {
     tied: bool,
 }
 
-pub(crate) fn read(family: &Family) -> Result<ModelConfig, ModelFileError> {
+pub(super) fn read(family: &Family) -> Result<ModelConfig, ModelFileError> {
     let Family { architecture, ref keys, vocab_size, context_length } = *family;
     let gemma = architecture == Architecture::Gemma3;
     let defaults = match architecture {

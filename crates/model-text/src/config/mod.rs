@@ -3,14 +3,16 @@
 //!
 //! It knows nothing about the bytes of tensors: only sizes, switches and scalars.
 
-pub(crate) mod gguf;
-pub(crate) mod hf;
+mod gguf;
+mod hf;
 
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use baton_model_text::{Architecture, Keys, MAX_VOCABULARY, ModelFileError, check_size};
+pub use gguf::TensorFacts;
+
+use crate::{Architecture, Family, Keys, MAX_VOCABULARY, ModelFileError, check_size};
 
 /// The gate's activation in the feed-forward block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -117,6 +119,22 @@ const MAX_HEADS: u32 = 1 << 12;
 const MAX_HEAD_DIM: u32 = 1 << 12;
 
 impl ModelConfig {
+    /// The configuration from the keys of a `config.json`.
+    ///
+    /// # Errors
+    /// A key is missing, or its value does not work.
+    pub fn of_family(family: &Family) -> Result<ModelConfig, ModelFileError> {
+        hf::read(family)
+    }
+
+    /// The configuration from the metadata of a GGUF file, and from what its tensors say.
+    ///
+    /// # Errors
+    /// A key is missing, or its value does not work.
+    pub fn of_gguf(family: &Family, facts: TensorFacts) -> Result<ModelConfig, ModelFileError> {
+        gguf::read(family, facts)
+    }
+
     /// Elements of one token's K or V in one layer.
     pub fn kv_size(&self) -> u32 {
         self.kv_heads * self.head_dim

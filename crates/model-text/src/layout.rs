@@ -1,7 +1,8 @@
 //! The KV layout of a model. Layers with the same window share a group.
 
-use baton_model_files::ModelConfig;
 use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
+
+use crate::ModelConfig;
 
 /// The layout of a model's KV. `fingerprint` identifies the model's weights and configuration.
 pub fn kv_layout(config: &ModelConfig, fingerprint: u64, dtype: KvDtype, block_size: u32) -> KvLayout {
