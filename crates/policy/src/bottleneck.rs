@@ -192,9 +192,10 @@ fn memory(workers: &[WorkerLoad]) -> Sign {
     Sign { of: Bound::Memory, pressure: pressure(worker), reason }
 }
 
+/// By the nearest rank, as percentiles are told elsewhere.
 fn median(times: &[f64]) -> f64 {
     let mut times = times.to_vec();
-    let middle = times.len() / 2;
+    let middle = times.len().saturating_sub(1) / 2;
     if times.is_empty() { 0.0 } else { *times.select_nth_unstable_by(middle, f64::total_cmp).1 }
 }
 
@@ -282,6 +283,7 @@ mod tests {
             why.contains("first tokens came after 1.9 s, the median of 3 lately; 1.0 s to the first token"),
             "{why}"
         );
+        assert!(said(&idle, &[3.0, 1.5], &[]).2.contains("after 1.5 s"), "of two the lower");
         let (by, _, why) = said(&idle, &[0.1], &[0.2]);
         assert_eq!(by, Bound::Decode);
         assert!(why.contains("a token came each 200 ms, the median lately"), "{why}");
