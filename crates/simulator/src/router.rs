@@ -14,8 +14,8 @@ use baton_policy::{Ask, Chosen, Failure, Fleet, KvIndex, LeastLoaded, Placement,
 use baton_types::{WorkerId, mix};
 
 pub(crate) use choice::InFlight;
+pub(crate) use fetching::FetchPlan;
 use fetching::Fetching;
-pub(crate) use fetching::Prefixes;
 use streams::Leg;
 
 use crate::Violation;

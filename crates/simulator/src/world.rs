@@ -23,7 +23,7 @@ use crate::faults::Faults;
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
-use crate::router::{Prefixes, Router};
+use crate::router::{FetchPlan, Router};
 use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
 use crate::{Options, Sabotage, Summary, Violation, settings};
@@ -104,7 +104,7 @@ pub(crate) struct World {
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
     pub follows: Follows,
-    pub prefixes: Prefixes,
+    pub fetch_plan: FetchPlan,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     /// Workers that drain, and when they must begin to leave, for the checker of drains.
@@ -188,7 +188,7 @@ impl World {
             clients: Vec::new(),
             links: BTreeMap::new(),
             follows: Follows::new(seed),
-            prefixes: Prefixes::new(seed, options),
+            fetch_plan: FetchPlan::new(seed, options),
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
             leaving: BTreeMap::new(),

@@ -22,7 +22,7 @@ const BEGINS: Duration = Duration::from_millis(100);
 
 /// How often prefixes move in this run.
 #[derive(Debug)]
-pub(crate) struct Prefixes {
+pub(crate) struct FetchPlan {
     random: Random,
     /// Of a thousand placements, so many are followed by a fetch.
     rate: u32,
@@ -30,13 +30,13 @@ pub(crate) struct Prefixes {
     pause: Micros,
 }
 
-impl Prefixes {
+impl FetchPlan {
     /// The seed chooses. In scenarios none move: what they wait for is counted.
-    pub(crate) fn new(seed: u64, options: &Options) -> Prefixes {
+    pub(crate) fn new(seed: u64, options: &Options) -> FetchPlan {
         let mut random = Random(seed ^ 0x6665_7463_6865);
         let rate = [0, 200, 600, 950][random.below(4) as usize];
         let pause = [20_000, 200_000, 1_000_000][random.below(3) as usize];
-        Prefixes { random, rate: if options.faults.is_some() { 0 } else { rate }, pause }
+        FetchPlan { random, rate: if options.faults.is_some() { 0 } else { rate }, pause }
     }
 }
 
@@ -58,8 +58,8 @@ pub(super) struct Fetching {
 impl World {
     /// The random time at which the next prefix moves that no request needs.
     pub(crate) fn plan_any_prefix(&mut self) {
-        if self.prefixes.rate > 0 {
-            let at = self.now.max(400_000) + self.prefixes.random.within(1, self.prefixes.pause);
+        if self.fetch_plan.rate > 0 {
+            let at = self.now.max(400_000) + self.fetch_plan.random.within(1, self.fetch_plan.pause);
             self.events.plan(at, Event::AnyPrefix);
         }
     }
@@ -70,8 +70,8 @@ impl World {
             return;
         }
         self.plan_any_prefix();
-        let place = self.prefixes.random.below(self.routers.len() as u64) as Place;
-        let request = self.prefixes.random.below(self.clients.len().max(1) as u64);
+        let place = self.fetch_plan.random.below(self.routers.len() as u64) as Place;
+        let request = self.fetch_plan.random.below(self.clients.len().max(1) as u64);
         let decodes = self.known(place, |process| matches!(process, Process::Decode(_)));
         let awake = self.frozen_until(Process::Router(place)).is_none();
         if let Some(to) = self.one_of(&decodes).filter(|_| awake && (request as usize) < self.clients.len()) {
@@ -81,8 +81,8 @@ impl World {
 
     /// Perhaps has the prefix of a request moved to its decode worker. The next decode stream then waits for its beginning.
     pub(super) fn fetch_for(&mut self, place: Place, request: u64, to: WorkerId) {
-        let rate = self.prefixes.rate;
-        let fetch = match rate > 0 && self.prefixes.random.chance(rate) {
+        let rate = self.fetch_plan.rate;
+        let fetch = match rate > 0 && self.fetch_plan.random.chance(rate) {
             true => self.begin_fetch(place, request, to),
             false => None,
         };
@@ -92,7 +92,7 @@ impl World {
     }
 
     fn one_of(&mut self, workers: &[WorkerId]) -> Option<WorkerId> {
-        let random = &mut self.prefixes.random;
+        let random = &mut self.fetch_plan.random;
         (!workers.is_empty()).then(|| workers[random.below(workers.len() as u64) as usize])
     }
 
@@ -113,9 +113,9 @@ impl World {
         let holder = { holders.iter() }.find(|holder| prefills.contains(&holder.worker)).copied();
         let here = { holders.iter() }.find(|holder| holder.worker == to).map_or(0, |holder| holder.blocks);
         match holder.filter(|holder| holder.blocks > here) {
-            Some(holder) if self.prefixes.random.chance(900) => Some((holder.worker, holder.blocks.min(most))),
-            _ if self.prefixes.random.chance(800) => None,
-            _ => Some((self.one_of(&prefills)?, self.prefixes.random.below(u64::from(most) + 1) as u32)),
+            Some(holder) if self.fetch_plan.random.chance(900) => Some((holder.worker, holder.blocks.min(most))),
+            _ if self.fetch_plan.random.chance(800) => None,
+            _ => Some((self.one_of(&prefills)?, self.fetch_plan.random.below(u64::from(most) + 1) as u32)),
         }
     }
 
@@ -126,7 +126,7 @@ impl World {
         // One token after the last block: what follows is of no matter.
         let tokens = client.prompt.get(..(blocks * self.geometry.layout.block_size) as usize + 1)?.to_vec();
         let (salt, priority) = (client.salt, client.priority);
-        let random = &mut self.prefixes.random;
+        let random = &mut self.fetch_plan.random;
         let most = [20_000, 500_000, 2_000_000][random.below(3) as usize];
         let limit = Duration::from_micros(random.within(1_000, most));
         let ask = PrefixAsk { request, tokens, salt, priority, time_left: limit };
