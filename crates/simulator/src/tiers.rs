@@ -25,7 +25,7 @@ const RECORDS: u32 = 32;
 pub struct Sizes {
     /// Blocks of the pool.
     pub pool: u32,
-    /// Slots of host memory.
+    /// Buffers in host memory.
     pub host: u32,
     /// Records on disk; a part of them is kept free to reclaim segments.
     pub disk: u32,

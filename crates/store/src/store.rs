@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_kv_store::{
-    Block, BlockKey, BlockName, Counters, Decline, Effect, Input, Miss, Shape, Slot, Store, StoreConfig, Ticket, Tier,
+    Block, BlockKey, BlockName, Buffer, Counters, Decline, Effect, Input, Miss, Shape, Store, StoreConfig, Ticket, Tier,
 };
 use baton_types::Time;
 
@@ -67,9 +67,9 @@ pub enum Got {
 /// What somebody waits for.
 #[derive(Debug)]
 pub(crate) enum Answer {
-    Fill(Slot),
+    Fill(Buffer),
     Declined(Decline),
-    Ready(Slot, Block, Tier),
+    Ready(Buffer, Block, Tier),
     Missed(Miss),
 }
 
@@ -119,11 +119,11 @@ impl KvStore {
         wake: Option<Wake>,
     ) -> Result<KvStore, OpenError> {
         let threads = if disk.is_some() { threads.max(1) } else { 0 };
-        let (shape, slots) = (config.shape.clone(), config.slots as usize);
+        let (shape, buffers) = (config.shape.clone(), config.buffers as usize);
         let (answers, events) = (BTreeMap::new(), VecDeque::new());
         let state = State { core: Store::new(config)?, next: 0, answers, events, gap: false };
         let shared = Arc::new(Shared {
-            memory: Memory::new(slots, shape.stride())?,
+            memory: Memory::new(buffers, shape.stride())?,
             state: Mutex::new(state),
             answered: Condvar::new(),
             wake,
@@ -149,7 +149,7 @@ impl KvStore {
     pub fn put(&self, key: BlockKey) -> Result<Filling, Decline> {
         let groups = key.groups;
         match self.shared.ask(|ticket| Input::Put(ticket, key)) {
-            (ticket, Some(Answer::Fill(slot))) => Ok(Filling::new(self.shared.clone(), ticket, slot, groups)),
+            (ticket, Some(Answer::Fill(buffer))) => Ok(Filling::new(self.shared.clone(), ticket, buffer, groups)),
             (_, Some(Answer::Declined(why))) => Err(why),
             _ => Err(Decline::Busy),
         }
@@ -158,8 +158,8 @@ impl KvStore {
     /// Asks for a block.
     pub fn get(&self, key: BlockKey) -> Got {
         match self.shared.ask(|ticket| Input::Get(ticket, key)) {
-            (ticket, Some(Answer::Ready(slot, block, tier))) => {
-                Got::Ready(Reading::new(self.shared.clone(), ticket, slot, block, tier))
+            (ticket, Some(Answer::Ready(buffer, block, tier))) => {
+                Got::Ready(Reading::new(self.shared.clone(), ticket, buffer, block, tier))
             }
             (_, Some(Answer::Missed(why))) => Got::Missed(why),
             (_, Some(Answer::Fill(_) | Answer::Declined(_))) => Got::Missed(Miss::Busy),
@@ -301,9 +301,9 @@ impl Shared {
                     state.happened(Event::Removed(name, tier));
                     continue;
                 }
-                Effect::Fill(ticket, slot) => (ticket, Answer::Fill(slot)),
+                Effect::Fill(ticket, buffer) => (ticket, Answer::Fill(buffer)),
                 Effect::Declined(ticket, why) => (ticket, Answer::Declined(why)),
-                Effect::Ready(ticket, slot, block, tier) => (ticket, Answer::Ready(slot, block, tier)),
+                Effect::Ready(ticket, buffer, block, tier) => (ticket, Answer::Ready(buffer, block, tier)),
                 Effect::Missed(ticket, why) => (ticket, Answer::Missed(why)),
             };
             answered = true;

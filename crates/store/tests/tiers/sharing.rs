@@ -112,3 +112,22 @@ fn a_filling_that_is_dropped_is_no_block() {
     assert_eq!(get(&store, 1), Err(Miss::Absent));
     store.check().unwrap();
 }
+
+/// Bytes in host memory that are not those of the digests are found by whoever copies them out, and the block is gone.
+#[test]
+fn what_does_not_match_its_digests_in_host_memory_is_damaged() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), config(16));
+    for wrong in 0..3 {
+        let mut filling = store.put(key_of(1)).unwrap();
+        let data = data(store.shape(), 1);
+        filling.data().copy_from_slice(&data);
+        let mut digests = store.shape().digests(0b11, &data).to_vec();
+        digests[wrong] ^= 1;
+        filling.done(digests.into());
+        assert_eq!(get(&store, 1), Err(Miss::Damaged), "part {wrong}");
+        assert_eq!(get(&store, 1), Err(Miss::Absent));
+    }
+    assert_eq!(store.counters().verify_failures, [3, 0]);
+    store.check().unwrap();
+}
