@@ -52,6 +52,7 @@ pub struct Rig {
     pub now: Time,
     next: Ticket,
     pub writes: u64,
+    pub syncs: u64,
     pub scans: Vec<u32>,
     /// All writes, and all reads, fail.
     pub fails: (bool, bool),
@@ -83,6 +84,7 @@ impl Rig {
             now: Time(0),
             next: 0,
             writes: 0,
+            syncs: 0,
             scans: Vec::new(),
             fails: (false, false),
             told: BTreeMap::new(),
@@ -165,7 +167,10 @@ impl Rig {
                 self.writes += 1;
                 self.feed(Input::Written(job, !self.fails.0));
             }
-            Effect::Sync(segment) => self.disk.sync(segment, &mut self.random),
+            Effect::Sync(segment) => {
+                self.syncs += 1;
+                self.disk.sync(segment, &mut self.random);
+            }
             other => panic!("{other:?} is no work for a disk"),
         }
         true
