@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_kv_store::{Block, Buffer, Input, Mismatch, Miss, Part, Ticket, Tier};
 use baton_types::{digest_copy, order_copies};
 
-use crate::store::{Answer, Shared};
+use crate::shared::{Answer, Shared};
 
 /// A buffer to copy a block's data into. Dropped, it is given back unused.
 pub struct Filling {

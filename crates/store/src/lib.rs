@@ -12,6 +12,7 @@ mod error;
 mod files;
 mod memory;
 mod queue;
+mod shared;
 mod store;
 mod threads;
 

@@ -7,7 +7,7 @@ use baton_kv_store::{Input, ReadError, check_record};
 
 use crate::OpenError;
 use crate::queue::Work;
-use crate::store::Shared;
+use crate::shared::Shared;
 
 /// Starts the threads.
 pub(crate) fn start(shared: &Arc<Shared>, count: usize) -> std::result::Result<(), OpenError> {
