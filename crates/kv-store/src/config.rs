@@ -20,7 +20,7 @@ pub struct StoreConfig {
     pub disk: Option<DiskConfig>,
     /// Which blocks stay.
     pub policy: Policy,
-    /// Blocks asked for less often than this are not written to disk. 1 writes nearly all; 2 saves three quarters of the writes of a chat service,
+    /// Blocks asked for less often than this are not written to disk. 1 writes all; 2 saves three quarters of the writes of a chat service,
     /// at the price of most conversations' second turn (docs/kv-store.md).
     pub min_uses: u8,
     /// Uses after which the sketch forgets half; None: ten for each block of all tiers.

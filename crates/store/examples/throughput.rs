@@ -145,7 +145,6 @@ impl Bench {
     fn open(&self) -> KvStore {
         let disk = DiskConfig::of_size(2 * self.blocks * self.shape.stride() as u64, &self.shape).unwrap();
         let mut config = StoreConfig::new(self.shape.clone(), Identity::default(), BUFFERS, Some(disk));
-        config.min_uses = 0;
         config.limits.writes = 16;
         let settings = Settings { config, directory: self.directory.clone(), threads: self.threads };
         KvStore::open(settings, None).unwrap()

@@ -32,7 +32,8 @@ impl Store {
     pub(super) fn worth_writing(&self, name: BlockName) -> bool {
         let Some((disk, node)) = self.disk.as_ref().zip(self.index.get(name)) else { return false };
         let uses = self.sketch.count(name);
-        if node.disk.is_some() || uses < self.config.min_uses {
+        // Once is what a block that is here was seen, whether or not anybody said so.
+        if node.disk.is_some() || uses.max(1) < self.config.min_uses {
             return false;
         }
         // TinyLFU: it has to be worth more than the block it would replace.

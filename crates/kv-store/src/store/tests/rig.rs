@@ -24,7 +24,6 @@ pub fn key_of(number: u32) -> BlockKey {
 
 pub fn config(buffers: u32) -> StoreConfig {
     let mut config = StoreConfig::new(shape(), IDENTITY, buffers, Some(DiskConfig { segments: 8, records: 3 }));
-    config.min_uses = 0;
     config.limits.writes = 3;
     config
 }
