@@ -71,7 +71,7 @@ pub struct Part {
     pub first_lane: u64,
 }
 
-/// How the bytes of a block lie in a slot of host memory and in a record on disk: a head, then the data,
+/// How the bytes of a block lie in a buffer of host memory and in a record on disk: a head, then the data,
 /// `[group][layer][bytes of the layer's block]`. Each part has its place, whether or not the groups before it are there.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Shape {
@@ -115,7 +115,7 @@ impl Shape {
         self.data
     }
 
-    /// Bytes of a slot and of a record, a multiple of [`ALIGNMENT`].
+    /// Bytes of a buffer and of a record, a multiple of [`ALIGNMENT`].
     pub fn stride(&self) -> usize {
         self.head + self.data.next_multiple_of(ALIGNMENT)
     }

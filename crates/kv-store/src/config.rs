@@ -4,7 +4,7 @@ use crate::{Identity, Policy, Shape, StoreError};
 
 /// Bytes of a segment, if the disk has room for enough of them.
 const SEGMENT_BYTES: u64 = 64 << 20;
-/// Slots that are kept for moving blocks out of segments that are reclaimed.
+/// Buffers that are kept for moving blocks out of segments that are reclaimed.
 pub(crate) const MOVING: u32 = 2;
 
 /// The settings of a store.
@@ -14,13 +14,13 @@ pub struct StoreConfig {
     pub shape: Shape,
     /// Whose KV is stored. What is found of another identity is overwritten.
     pub identity: Identity,
-    /// Slots of host memory, [`Shape::stride`] bytes each; two of them move blocks between segments.
-    pub slots: u32,
+    /// Buffers of host memory, [`Shape::stride`] bytes each; two of them move blocks between segments.
+    pub buffers: u32,
     /// The disk. None: host memory only.
     pub disk: Option<DiskConfig>,
     /// Which blocks stay.
     pub policy: Policy,
-    /// Blocks asked for less often than this are not written to disk. 1 writes nearly all; 2 saves three quarters of the writes of a chat service,
+    /// Blocks asked for less often than this are not written to disk. 1 writes all; 2 saves three quarters of the writes of a chat service,
     /// at the price of most conversations' second turn (docs/kv-store.md).
     pub min_uses: u8,
     /// Uses after which the sketch forgets half; None: ten for each block of all tiers.
@@ -81,9 +81,9 @@ impl DiskConfig {
 
 impl StoreConfig {
     /// A store of these sizes with default settings otherwise.
-    pub fn new(shape: Shape, identity: Identity, slots: u32, disk: Option<DiskConfig>) -> StoreConfig {
+    pub fn new(shape: Shape, identity: Identity, buffers: u32, disk: Option<DiskConfig>) -> StoreConfig {
         let (policy, limits) = (Policy::default(), StoreLimits::default());
-        StoreConfig { shape, identity, slots, disk, policy, min_uses: 1, sample: None, limits }
+        StoreConfig { shape, identity, buffers, disk, policy, min_uses: 1, sample: None, limits }
     }
 
     /// Ok when the settings can work.
@@ -91,7 +91,7 @@ impl StoreConfig {
         let limits = &self.limits;
         let least = if self.disk.is_some() { MOVING + 2 } else { 1 };
         for (field, value, least, must) in [
-            ("slots", self.slots, least, "4 or more with a disk, else 1 or more"),
+            ("buffers", self.buffers, least, "4 or more with a disk, else 1 or more"),
             ("limit of tickets", limits.tickets, 1, "1 or more"),
             ("limit of reads", limits.reads, 1, "1 or more"),
             ("limit of writes", limits.writes, 1, "1 or more"),

@@ -4,9 +4,9 @@ use baton_kv_cache::BlockName;
 
 use crate::{Block, BlockKey, Expect, Head, Mismatch, Place, Tier};
 
-/// A slot of host memory: room for a head and for a block's data.
+/// A buffer of host memory: room for a head and for a block's data.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Slot(pub u32);
+pub struct Buffer(pub u32);
 
 /// Number that the caller gives to a put or a get, and by which it is told what came of it. Used once.
 pub type Ticket = u64;
@@ -30,11 +30,11 @@ pub enum Input {
     Seen(Vec<BlockName>),
     /// A block is offered. Answer: [`Effect::Fill`] or [`Effect::Declined`].
     Put(Ticket, BlockKey),
-    /// The slot of a put holds the block's data, and these are the digests of its parts. None: the put is given up.
+    /// The buffer of a put holds the block's data, and these are the digests of its parts. None: the put is given up.
     Filled(Ticket, Option<std::sync::Arc<[u64]>>),
     /// A block is wanted. Answer, now or when the disk has answered: [`Effect::Ready`] or [`Effect::Missed`].
     Get(Ticket, BlockKey),
-    /// Who got [`Effect::Ready`] reads the slot no longer. False: what it read did not match the digests.
+    /// Who got [`Effect::Ready`] reads the buffer no longer. False: what it read did not match the digests.
     Done(Ticket, bool),
     /// Who waits for a get waits no longer. There is no answer.
     Cancel(Ticket),
@@ -59,36 +59,36 @@ pub enum Input {
 pub enum Effect {
     /// Read the head of each record of a segment. Answer: [`Input::Scanned`].
     Scan(u32),
-    /// Read a record into a slot and check it ([`crate::check_record`]). Answer: [`Input::Read`].
+    /// Read a record into a buffer and check it ([`crate::check_record`]). Answer: [`Input::Read`].
     Read {
         /// Its number.
         job: Job,
         /// From where.
         place: Place,
         /// Where to.
-        into: Slot,
+        into: Buffer,
         /// What must be found there.
         expect: Expect,
     },
-    /// Put the head at the beginning of the slot and write the slot as a record. Answer: [`Input::Written`].
+    /// Put the head at the beginning of the buffer and write the buffer as a record. Answer: [`Input::Written`].
     Write {
         /// Its number.
         job: Job,
         /// Where to.
         place: Place,
         /// From where.
-        from: Slot,
+        from: Buffer,
         /// The head's bytes.
         head: Vec<u8>,
     },
     /// A segment is complete and may be brought to safety. Nothing waits for it, and correctness does not depend on it.
     Sync(u32),
-    /// Copy the block's data into this slot. Answer: [`Input::Filled`].
-    Fill(Ticket, Slot),
+    /// Copy the block's data into this buffer. Answer: [`Input::Filled`].
+    Fill(Ticket, Buffer),
     /// The block is not taken.
     Declined(Ticket, Decline),
-    /// The block is in this slot, and stays there until [`Input::Done`]. Whoever copies the data out compares the digests.
-    Ready(Ticket, Slot, Block, Tier),
+    /// The block is in this buffer, and stays there until [`Input::Done`]. Whoever copies the data out compares the digests.
+    Ready(Ticket, Buffer, Block, Tier),
     /// The block cannot be had.
     Missed(Ticket, Miss),
     /// A block came to a tier.
@@ -102,7 +102,7 @@ pub enum Effect {
 pub enum Decline {
     /// It is in host memory, or being filled.
     Held,
-    /// Every slot is in use, or too many tickets are.
+    /// Every buffer is in use, or too many tickets are.
     Busy,
 }
 

@@ -5,7 +5,7 @@
 //! [`Store::feed`]; the effects are then taken one by one with [`Store::next_effect`] and carried out, in any order and at any time.
 //!
 //! ```text
-//!            Put, Filled                  few slots are free
+//!            Put, Filled                 few buffers are free
 //!   pool ───────────────▶ host memory ─────────────────────▶ disk: segments of records
 //!     ▲      Get, Done      │     ▲        Write               │  │ reclaimed: Moved
 //!     └─────────────────────┘     └────────────────────────────┘◀─┘
@@ -14,11 +14,12 @@
 //!
 //! - A block is known by its name. Tokens and digests are compared on every read (I2): a name never decides alone.
 //! - Nothing depends on what a disk promises. A record that is torn, lost, old or flipped is found when it is read or scanned, and is a miss.
-//! - Slots, records, reads, writes and tickets are bounded (I5), and accounted for (I6).
+//! - Buffers, records, reads, writes and tickets are bounded (I5), and accounted for (I6).
 
 #![forbid(unsafe_code)]
 
 mod block;
+mod buffers;
 mod config;
 mod counters;
 mod effect;
@@ -27,7 +28,6 @@ mod index;
 mod record;
 mod segments;
 mod sketch;
-mod slots;
 mod store;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -36,7 +36,7 @@ pub use baton_kv_cache::BlockName;
 pub use block::{ALIGNMENT, Block, BlockKey, Identity, Part, Shape};
 pub use config::{DiskConfig, StoreConfig, StoreLimits};
 pub use counters::Counters;
-pub use effect::{Decline, Effect, Input, Job, Miss, ReadError, Slot, Ticket};
+pub use effect::{Buffer, Decline, Effect, Input, Job, Miss, ReadError, Ticket};
 pub use error::StoreError;
 pub use index::{Policy, Tier};
 pub use record::{Expect, Head, Mismatch, check_record};

@@ -14,10 +14,10 @@ use baton_simulator::tiers::{Found, Policy, Sizes, play, unlimited};
 
 /// Which blocks stay, and how often a block must have been asked for to be written to disk.
 const WAYS: [(Policy, u8); 7] = [
-    (Policy::Lru, 0),
-    (Policy::Lfu, 0),
-    (Policy::Sketch, 0),
-    (Policy::TinyLfu, 0),
+    (Policy::Lru, 1),
+    (Policy::Lfu, 1),
+    (Policy::Sketch, 1),
+    (Policy::TinyLfu, 1),
     (Policy::Lru, 2),
     (Policy::Lfu, 2),
     (Policy::Sketch, 2),

@@ -25,7 +25,7 @@ const RECORDS: u32 = 32;
 pub struct Sizes {
     /// Blocks of the pool.
     pub pool: u32,
-    /// Slots of host memory.
+    /// Buffers in host memory.
     pub host: u32,
     /// Records on disk; a part of them is kept free to reclaim segments.
     pub disk: u32,
@@ -218,7 +218,7 @@ mod tests {
         let rounds = |count: u64| -> Vec<Prompt> {
             (0..4).flat_map(|_| (0..count).map(|at| prompt(&[10 * at, 10 * at + 1, 10 * at + 2]))).collect()
         };
-        let sizes = Sizes { pool: 20, host: 100, disk: 32 * 40, policy: Policy::Lru, min_uses: 0 };
+        let sizes = Sizes { pool: 20, host: 100, disk: 32 * 40, policy: Policy::Lru, min_uses: 1 };
         for (count, tier) in [(5, 0), (25, 1), (200, 2)] {
             let prompts = rounds(count);
             let found = play(sizes, &prompts);
@@ -235,6 +235,6 @@ mod tests {
         let prompts: Vec<Prompt> = (0..400).map(|at| prompt(&[3 * at, 3 * at + 1, 3 * at + 2])).collect();
         let sizes = Sizes { pool: 20, host: 100, disk: 32 * 40, policy: Policy::Sketch, min_uses: 2 };
         assert_eq!(play(sizes, &prompts).demoted, 0);
-        assert!(play(Sizes { min_uses: 0, ..sizes }, &prompts).demoted > 1000 * u64::from(NAMED));
+        assert!(play(Sizes { min_uses: 1, ..sizes }, &prompts).demoted > 1000 * u64::from(NAMED));
     }
 }

@@ -1,32 +1,32 @@
-//! What users of the store hold: a slot to fill, a block to read, or a block that is on its way.
+//! What users of the store hold: a buffer to fill, a block to read, or a block that is on its way.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{Block, Input, Mismatch, Miss, Part, Slot, Ticket, Tier};
+use baton_kv_store::{Block, Buffer, Input, Mismatch, Miss, Part, Ticket, Tier};
 use baton_types::{digest_copy, order_copies};
 
-use crate::store::{Answer, Shared};
+use crate::shared::{Answer, Shared};
 
-/// A slot to copy a block's data into. Dropped, it is given back unused.
+/// A buffer to copy a block's data into. Dropped, it is given back unused.
 pub struct Filling {
     shared: Arc<Shared>,
     ticket: Ticket,
-    slot: Slot,
+    buffer: Buffer,
     groups: u32,
     done: bool,
 }
 
 impl Filling {
-    pub(crate) fn new(shared: Arc<Shared>, ticket: Ticket, slot: Slot, groups: u32) -> Filling {
-        Filling { shared, ticket, slot, groups, done: false }
+    pub(crate) fn new(shared: Arc<Shared>, ticket: Ticket, buffer: Buffer, groups: u32) -> Filling {
+        Filling { shared, ticket, buffer, groups, done: false }
     }
 
-    /// The block's data, laid out as [`baton_kv_store::Shape::parts`] says. What was in the slot before is still there.
+    /// The block's data, laid out as [`baton_kv_store::Shape::parts`] says. What was in the buffer before is still there.
     pub fn data(&mut self) -> &mut [u8] {
         let shape = &self.shared.shape;
-        // SAFETY: the slot is this value's until the core hears that it is filled.
-        unsafe { self.shared.memory.write(self.slot, shape.head_bytes(), shape.data_bytes()) }
+        // SAFETY: the buffer is this value's until the core hears that it is filled.
+        unsafe { self.shared.memory.write(self.buffer, shape.head_bytes(), shape.data_bytes()) }
     }
 
     /// The block is complete, and these are the digests of its parts.
@@ -64,15 +64,15 @@ impl Drop for Filling {
 pub struct Reading {
     shared: Arc<Shared>,
     ticket: Ticket,
-    slot: Slot,
+    buffer: Buffer,
     block: Block,
     tier: Tier,
     damaged: bool,
 }
 
 impl Reading {
-    pub(crate) fn new(shared: Arc<Shared>, ticket: Ticket, slot: Slot, block: Block, tier: Tier) -> Reading {
-        Reading { shared, ticket, slot, block, tier, damaged: false }
+    pub(crate) fn new(shared: Arc<Shared>, ticket: Ticket, buffer: Buffer, block: Block, tier: Tier) -> Reading {
+        Reading { shared, ticket, buffer, block, tier, damaged: false }
     }
 
     /// The block and the digests of its parts.
@@ -88,8 +88,8 @@ impl Reading {
     /// The block's data. They are not verified: whoever takes them compares the digests (I2), as [`Reading::copy_to`] does.
     pub fn data(&self) -> &[u8] {
         let shape = &self.shared.shape;
-        // SAFETY: nobody writes the data of a slot that is being read.
-        unsafe { self.shared.memory.read(self.slot, shape.head_bytes(), shape.data_bytes()) }
+        // SAFETY: nobody writes the data of a buffer that is being read.
+        unsafe { self.shared.memory.read(self.buffer, shape.head_bytes(), shape.data_bytes()) }
     }
 
     /// Copies one part, number `at` of [`baton_kv_store::Shape::parts`] of the block's groups, and verifies it on the way. What was copied must
@@ -162,8 +162,8 @@ impl Pending {
         let answer = self.shared.answer(self.ticket, until)?;
         self.answered = true;
         match answer {
-            Answer::Ready(slot, block, tier) => {
-                Some(Ok(Reading::new(self.shared.clone(), self.ticket, slot, block, tier)))
+            Answer::Ready(buffer, block, tier) => {
+                Some(Ok(Reading::new(self.shared.clone(), self.ticket, buffer, block, tier)))
             }
             Answer::Missed(why) => Some(Err(why)),
             Answer::Fill(_) | Answer::Declined(_) => Some(Err(Miss::Busy)),
@@ -188,7 +188,7 @@ fn copy(from: &[u8], to: &mut [u8], first_lane: u64) -> u64 {
 
 impl std::fmt::Debug for Filling {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Filling").field("slot", &self.slot).finish_non_exhaustive()
+        f.debug_struct("Filling").field("buffer", &self.buffer).finish_non_exhaustive()
     }
 }
 

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use baton_kv_store::{ALIGNMENT, DiskConfig, Head, Identity, Mismatch, Place, Shape, Slot};
+use baton_kv_store::{ALIGNMENT, Buffer, DiskConfig, Head, Identity, Mismatch, Place, Shape};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::Errno;
 
@@ -119,7 +119,7 @@ impl Disk for Files {
         let length = self.shape.head_bytes();
         let buffer = Memory::new(1, length).map_err(|error| Error::new(ErrorKind::OutOfMemory, error.to_string()))?;
         // SAFETY: nobody else knows this memory.
-        let head = unsafe { buffer.write(Slot(0), 0, length) };
+        let head = unsafe { buffer.write(Buffer(0), 0, length) };
         (0..self.size.records)
             .map(|index| {
                 self.file.read_exact_at(head, self.offset(segment, index)?)?;

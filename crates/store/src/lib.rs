@@ -2,7 +2,7 @@
 //!
 //! What is kept, and where, is decided by `baton-kv-store`. [`KvStore`] gives it time, carries out its effects and tells it what came of them:
 //!
-//! - A put gives a [`Filling`], a slot of host memory to copy the block's data into. It never waits for the disk.
+//! - A put gives a [`Filling`], a buffer of host memory to copy the block's data into. It never waits for the disk.
 //! - A get gives a [`Reading`] at once, if the block is in host memory; otherwise a [`Pending`], which can be polled, waited for and dropped.
 //! - Files are read and written past the page cache where the file system allows it ([`Files`]), by a few threads. Reads go first.
 //! - Whatever goes wrong with the disk is a miss, counted and logged. It is never an error of a request.
@@ -12,6 +12,7 @@ mod error;
 mod files;
 mod memory;
 mod queue;
+mod shared;
 mod store;
 mod threads;
 

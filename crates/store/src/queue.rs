@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use baton_kv_store::{Expect, Job, Place, Slot};
+use baton_kv_store::{Buffer, Expect, Job, Place};
 
 /// While reads wait, every so many reads one write has its turn, so that host memory does not fill up for ever.
 const READS_PER_WRITE: u32 = 16;
@@ -12,8 +12,8 @@ const READS_PER_WRITE: u32 = 16;
 #[derive(Debug)]
 pub(crate) enum Work {
     Scan(u32),
-    Read { job: Job, place: Place, into: Slot, expect: Expect },
-    Write { job: Job, place: Place, from: Slot, head: Vec<u8> },
+    Read { job: Job, place: Place, into: Buffer, expect: Expect },
+    Write { job: Job, place: Place, from: Buffer, head: Vec<u8> },
     Sync,
 }
 
@@ -138,7 +138,7 @@ mod tests {
 
     fn write() -> Work {
         let place = Place { segment: 0, index: 0, generation: 1 };
-        Work::Write { job: 1, place, from: Slot(0), head: Vec::new() }
+        Work::Write { job: 1, place, from: Buffer(0), head: Vec::new() }
     }
 
     fn order(queue: &Queue, count: usize) -> String {

@@ -7,7 +7,7 @@ use baton_kv_store::{Input, ReadError, check_record};
 
 use crate::OpenError;
 use crate::queue::Work;
-use crate::store::Shared;
+use crate::shared::Shared;
 
 /// Starts the threads.
 pub(crate) fn start(shared: &Arc<Shared>, count: usize) -> std::result::Result<(), OpenError> {
@@ -45,7 +45,7 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
             Input::Scanned(segment, heads.ok())
         }
         Work::Read { job, place, into, expect } => {
-            // SAFETY: the slot is this read's until the core hears of its end.
+            // SAFETY: the buffer is this read's until the core hears of its end.
             let record = unsafe { shared.memory.write(into, 0, stride) };
             let read = shared.timed(false, || disk.read(place, record));
             shared.note("read", &read);
@@ -57,10 +57,10 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
         }
         Work::Write { job, place, from, head } => {
             let write = || -> Result<()> {
-                // SAFETY: nobody but the one who writes a slot to disk uses its head.
+                // SAFETY: nobody but the one who writes a buffer to disk uses its head.
                 let to = unsafe { shared.memory.write(from, 0, shared.shape.head_bytes()) };
                 to.copy_from_slice(&head);
-                // SAFETY: the data of a slot that is being written do not change until the core hears of the write's end.
+                // SAFETY: the data of a buffer that is being written do not change until the core hears of the write's end.
                 disk.write(place, unsafe { shared.memory.read(from, 0, stride) })
             };
             let written = shared.timed(true, write);

@@ -14,7 +14,7 @@ use baton_kv_cache::BlockName;
 pub use rank::Policy;
 pub(crate) use rank::{Rank, Ranking, Usage};
 
-use crate::{Block, Place, Slot};
+use crate::{Block, Buffer, Place};
 
 /// A tier of the store.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -30,7 +30,7 @@ baton_types::words!(Tier { Host = "host", Disk = "disk" });
 /// A block's copy in host memory.
 #[derive(Clone, Debug)]
 pub(crate) struct HostCopy {
-    pub slot: Slot,
+    pub buffer: Buffer,
     pub block: Block,
     /// Somebody reads it.
     pub busy: bool,
@@ -60,7 +60,7 @@ impl Node {
     }
 }
 
-/// All stored blocks. Its size is bounded by the slots and records of the tiers, and so is what it knows of parents.
+/// All stored blocks. Its size is bounded by the buffers and records of the tiers, and so is what it knows of parents.
 #[derive(Debug)]
 pub(crate) struct Index {
     nodes: BTreeMap<BlockName, Node>,
@@ -187,7 +187,7 @@ mod tests {
         let (mut index, shape) = (Index::new(policy), shape());
         for (number, parent) in chain {
             let (key, block) = (key(*number, *parent), block(&shape, *number));
-            let copy = HostCopy { slot: Slot(*number), block, busy: false, writing: false };
+            let copy = HostCopy { buffer: Buffer(*number), block, busy: false, writing: false };
             let fresh = || Node::new(key.parent, key.groups, Usage::default());
             index.change(key.name, fresh, |node, ranking| {
                 node.host = Some(copy);

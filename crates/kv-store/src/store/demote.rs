@@ -3,21 +3,21 @@
 use baton_kv_cache::BlockName;
 
 use super::Store;
-use crate::{Policy, Reason, Slot, Tier};
+use crate::{Buffer, Policy, Reason, Tier};
 
 /// Most blocks that wait to be written ahead (I5).
 const MOST_AHEAD: usize = 1 << 16;
 
 impl Store {
-    /// Sees to it that a few slots are free, so that a put never waits for the disk. Evicts what is on disk or not worth a write, and begins to
+    /// Sees to it that a few buffers are free, so that a put never waits for the disk. Evicts what is on disk or not worth a write, and begins to
     /// write the rest.
     pub(super) fn demote_on(&mut self) {
         let limits = self.config.limits;
-        let spare = (2 * limits.writes).min(self.config.slots / 4);
+        let spare = (2 * limits.writes).min(self.config.buffers / 4);
         while self.may_write() {
             let writes = self.disk.as_ref().map_or(0, |disk| disk.writes);
-            // Each write in flight frees a slot when it ends.
-            if self.slots.free() + writes >= spare {
+            // Each write in flight frees a buffer when it ends.
+            if self.buffers.free() + writes >= spare {
                 return;
             }
             let Some(name) = self.victim(Tier::Host) else { return };
@@ -44,7 +44,8 @@ impl Store {
     pub(super) fn worth_writing(&self, name: BlockName) -> bool {
         let Some((disk, node)) = self.disk.as_ref().zip(self.index.get(name)) else { return false };
         let uses = self.sketch.count(name);
-        if node.disk.is_some() || uses < self.config.min_uses {
+        // Once is what a block that is here was seen, whether or not anybody said so.
+        if node.disk.is_some() || uses.max(1) < self.config.min_uses {
             return false;
         }
         // TinyLFU: it has to be worth more than the block it would replace.
@@ -56,15 +57,15 @@ impl Store {
     /// Begins to write a block. False: there is no room on disk now.
     fn demote(&mut self, name: BlockName) -> bool {
         let Some(copy) = self.index.get(name).and_then(|node| node.host.as_ref()) else { return false };
-        let (slot, block) = (copy.slot, copy.block.clone());
+        let (buffer, block) = (copy.buffer, copy.block.clone());
         while self.disk.as_ref().is_some_and(|disk| disk.segments.used() >= disk.segments.capacity()) {
             let Some(victim) = self.victim(Tier::Disk) else { return false };
             self.evict(victim, Tier::Disk);
         }
         let place = self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Demoted));
         let Some(place) = place else { return false };
-        self.begin_writing(name, slot);
-        self.write(block, place, slot, None);
+        self.begin_writing(name, buffer);
+        self.write(block, place, buffer, None);
         true
     }
 
@@ -90,9 +91,9 @@ impl Store {
         }
     }
 
-    /// Marks a block's slot, which only one may write to disk at a time.
-    pub(super) fn begin_writing(&mut self, name: BlockName, slot: Slot) {
-        self.slots.hold(slot);
+    /// Marks a block's buffer, which only one may write to disk at a time.
+    pub(super) fn begin_writing(&mut self, name: BlockName, buffer: Buffer) {
+        self.buffers.hold(buffer);
         self.index.update(name, |node| {
             if let Some(copy) = &mut node.host {
                 copy.writing = true;
@@ -100,11 +101,11 @@ impl Store {
         });
     }
 
-    /// A write from a block's slot has ended.
-    pub(super) fn ends_writing(&mut self, name: BlockName, slot: Slot) {
-        let busy = self.slots.release(slot) > 1;
+    /// A write from a block's buffer has ended.
+    pub(super) fn ends_writing(&mut self, name: BlockName, buffer: Buffer) {
+        let busy = self.buffers.release(buffer) > 1;
         self.index.update(name, |node| {
-            if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {
+            if let Some(copy) = node.host.as_mut().filter(|copy| copy.buffer == buffer) {
                 (copy.writing, copy.busy) = (false, busy);
             }
         });

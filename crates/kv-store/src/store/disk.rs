@@ -4,7 +4,7 @@ use baton_kv_cache::BlockName;
 use baton_types::Time;
 
 use super::{Flight, Store};
-use crate::{Block, Effect, Head, Job, Place, Reason, Slot, Tier};
+use crate::{Block, Buffer, Effect, Head, Job, Place, Reason, Tier};
 
 /// How long writes rest after one has failed; twice as long after each further failure.
 const FIRST_PAUSE_MS: u64 = 1000;
@@ -48,10 +48,10 @@ impl Store {
         self.disk.as_ref().is_some_and(|disk| disk.segments.known() && disk.writes < limit && disk.pause.over(self.now))
     }
 
-    /// Writes the block in a slot to a place that was taken for it. The write is one use of the slot.
-    pub(super) fn write(&mut self, block: Block, place: Place, from: Slot, old: Option<Place>) {
+    /// Writes the block in a buffer to a place that was taken for it. The write is one use of the buffer.
+    pub(super) fn write(&mut self, block: Block, place: Place, from: Buffer, old: Option<Place>) {
         let head = Head { identity: self.config.identity, place, block: block.clone() }.encode(&self.config.shape);
-        let job = self.fly(Flight::Write { block, place, slot: from, old });
+        let job = self.fly(Flight::Write { block, place, buffer: from, old });
         if let Some(disk) = &mut self.disk {
             disk.writes += 1;
         }
@@ -62,11 +62,11 @@ impl Store {
         if !matches!(self.flights.get(&job), Some(Flight::Write { .. })) {
             return;
         }
-        let Some(Flight::Write { block, place, slot, old }) = self.flights.remove(&job) else { return };
+        let Some(Flight::Write { block, place, buffer, old }) = self.flights.remove(&job) else { return };
         let name = block.key.name;
         let wanted = match (self.index.get(name), old) {
             (Some(node), Some(old)) => node.disk == Some(old),
-            (Some(node), None) => node.host.as_ref().is_some_and(|copy| copy.slot == slot && copy.writing),
+            (Some(node), None) => node.host.as_ref().is_some_and(|copy| copy.buffer == buffer && copy.writing),
             (None, _) => false,
         };
         let now = self.now;
@@ -86,8 +86,8 @@ impl Store {
         }
         self.settle(name, place, old, ok && wanted);
         match old {
-            Some(old) => self.moved(name, old, slot),
-            None => self.ends_writing(name, slot),
+            Some(old) => self.moved(name, old, buffer),
+            None => self.ends_writing(name, buffer),
         }
     }
 

@@ -3,7 +3,7 @@
 use baton_kv_cache::BlockName;
 
 use super::{Flight, Store, Waiting};
-use crate::{Block, BlockKey, Effect, Expect, Job, Miss, Place, ReadError, Slot, Ticket, Tier};
+use crate::{Block, BlockKey, Buffer, Effect, Expect, Job, Miss, Place, ReadError, Ticket, Tier};
 
 impl Store {
     pub(super) fn get(&mut self, ticket: Ticket, wanted: BlockKey) {
@@ -19,9 +19,9 @@ impl Store {
         }
         if let Some(copy) = &node.host {
             copy.block.key.serves(&wanted).map_err(|_| Miss::Differs)?;
-            let (slot, block) = (copy.slot, copy.block.clone());
+            let (buffer, block) = (copy.buffer, copy.block.clone());
             self.index.touch(wanted.name);
-            self.hand_out(ticket, slot, block, Tier::Host);
+            self.hand_out(ticket, buffer, block, Tier::Host);
             return Ok(());
         }
         if wanted.groups & !node.groups != 0 {
@@ -45,14 +45,14 @@ impl Store {
         if self.reading.len() >= self.config.limits.reads as usize {
             return Err(Miss::Busy);
         }
-        let slot = self.slot().ok_or(Miss::Busy)?;
-        let job = self.fly(Flight::Get { name, place, slot, tickets: Vec::new() });
+        let buffer = self.buffer().ok_or(Miss::Busy)?;
+        let job = self.fly(Flight::Get { name, place, buffer, tickets: Vec::new() });
         self.reading.insert(name, job);
-        self.read_record(job, place, slot, name);
+        self.read_record(job, place, buffer, name);
         Ok(job)
     }
 
-    pub(super) fn read_record(&mut self, job: Job, place: Place, into: Slot, name: BlockName) {
+    pub(super) fn read_record(&mut self, job: Job, place: Place, into: Buffer, name: BlockName) {
         if let Some(disk) = &mut self.disk {
             disk.segments.read_begins(place);
         }
@@ -65,14 +65,14 @@ impl Store {
             return;
         }
         match self.flights.remove(&job) {
-            Some(Flight::Get { name, place, slot, tickets }) => {
+            Some(Flight::Get { name, place, buffer, tickets }) => {
                 self.read_ended(name, place, &result);
                 self.reading.remove(&name);
-                self.come_up(slot, tickets, result);
+                self.come_up(buffer, tickets, result);
             }
-            Some(Flight::Move { name, place, slot }) => {
+            Some(Flight::Move { name, place, buffer }) => {
                 self.read_ended(name, place, &result);
-                self.moved_up(name, place, slot, result.ok());
+                self.moved_up(name, place, buffer, result.ok());
             }
             _ => {}
         }
@@ -95,11 +95,11 @@ impl Store {
     }
 
     /// Hands a block that was read to those who wait for it.
-    fn come_up(&mut self, slot: Slot, tickets: Vec<Ticket>, result: Result<Block, ReadError>) {
+    fn come_up(&mut self, buffer: Buffer, tickets: Vec<Ticket>, result: Result<Block, ReadError>) {
         let block = match result {
             Ok(block) => block,
             Err(error) => {
-                self.slots.release(slot);
+                self.buffers.release(buffer);
                 let why = match error {
                     ReadError::Io => Miss::Failed,
                     ReadError::Mismatch(_) => Miss::Damaged,
@@ -112,49 +112,49 @@ impl Store {
             }
         };
         let name = block.key.name;
-        self.keep(block.clone(), slot);
+        self.keep(block.clone(), buffer);
         for ticket in tickets {
             let Some(Waiting::Read { wanted, .. }) = self.waiting.remove(&ticket) else { continue };
             let copy = self.index.get(name).and_then(|node| node.host.as_ref());
             let found = copy.filter(|copy| copy.block.key.serves(&wanted).is_ok());
-            match found.map(|copy| (copy.slot, copy.block.clone())) {
-                Some((slot, block)) => self.hand_out(ticket, slot, block, Tier::Disk),
+            match found.map(|copy| (copy.buffer, copy.block.clone())) {
+                Some((buffer, block)) => self.hand_out(ticket, buffer, block, Tier::Disk),
                 None => self.miss(ticket, Miss::Differs),
             }
         }
     }
 
-    fn hand_out(&mut self, ticket: Ticket, slot: Slot, block: Block, tier: Tier) {
+    fn hand_out(&mut self, ticket: Ticket, buffer: Buffer, block: Block, tier: Tier) {
         let name = block.key.name;
-        self.slots.hold(slot);
-        self.set_busy(name, slot, true);
-        self.waiting.insert(ticket, Waiting::Lease { slot, name });
+        self.buffers.hold(buffer);
+        self.set_busy(name, buffer, true);
+        self.waiting.insert(ticket, Waiting::Lease { buffer, name });
         self.counters.hit_tokens[tier as usize] += block.key.tokens.len() as u64;
         let parts = self.config.shape.parts(block.key.groups);
         self.counters.hit_bytes[tier as usize] += parts.map(|part| part.range.len() as u64).sum::<u64>();
-        self.effects.push_back(Effect::Ready(ticket, slot, block, tier));
+        self.effects.push_back(Effect::Ready(ticket, buffer, block, tier));
     }
 
     pub(super) fn done(&mut self, ticket: Ticket, verified: bool) {
         if !matches!(self.waiting.get(&ticket), Some(Waiting::Lease { .. })) {
             return;
         }
-        let Some(Waiting::Lease { slot, name }) = self.waiting.remove(&ticket) else { return };
-        let uses = self.slots.release(slot);
+        let Some(Waiting::Lease { buffer, name }) = self.waiting.remove(&ticket) else { return };
+        let uses = self.buffers.release(buffer);
         // One use is that of the index.
-        self.set_busy(name, slot, uses > 1);
+        self.set_busy(name, buffer, uses > 1);
         if !verified {
             self.counters.verify_failures[Tier::Host as usize] += 1;
-            let same = |node: &crate::index::Node| node.host.as_ref().is_some_and(|copy| copy.slot == slot);
+            let same = |node: &crate::index::Node| node.host.as_ref().is_some_and(|copy| copy.buffer == buffer);
             if self.index.get(name).is_some_and(same) {
                 self.drop_copy(name, Tier::Host);
             }
         }
     }
 
-    pub(super) fn set_busy(&mut self, name: BlockName, slot: Slot, busy: bool) {
+    pub(super) fn set_busy(&mut self, name: BlockName, buffer: Buffer, busy: bool) {
         self.index.update(name, |node| {
-            if let Some(copy) = node.host.as_mut().filter(|copy| copy.slot == slot) {
+            if let Some(copy) = node.host.as_mut().filter(|copy| copy.buffer == buffer) {
                 copy.busy = busy;
             }
         });

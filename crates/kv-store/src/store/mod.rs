@@ -14,12 +14,12 @@ use std::collections::{BTreeMap, VecDeque};
 use baton_kv_cache::BlockName;
 use baton_types::Time;
 
+use crate::buffers::Buffers;
 use crate::config::MOVING;
 use crate::index::Index;
 use crate::segments::Segments;
-use crate::slots::Slots;
 use crate::{
-    Block, BlockKey, Counters, Effect, Input, Job, Place, Policy, Reason, Sketch, Slot, StoreConfig, StoreError,
+    Block, BlockKey, Buffer, Counters, Effect, Input, Job, Place, Policy, Reason, Sketch, StoreConfig, StoreError,
     Ticket, Tier,
 };
 
@@ -33,23 +33,23 @@ const OLDEST: usize = 16;
 /// Who waits for what.
 #[derive(Debug)]
 enum Waiting {
-    /// A slot is being filled.
-    Fill { slot: Slot, key: BlockKey },
+    /// A buffer is being filled.
+    Fill { buffer: Buffer, key: BlockKey },
     /// A read is in flight.
     Read { job: Job, wanted: BlockKey },
-    /// A slot is being read.
-    Lease { slot: Slot, name: BlockName },
+    /// A buffer is being read.
+    Lease { buffer: Buffer, name: BlockName },
 }
 
 /// What the disk is doing.
 #[derive(Debug)]
 enum Flight {
     /// A block comes up.
-    Get { name: BlockName, place: Place, slot: Slot, tickets: Vec<Ticket> },
+    Get { name: BlockName, place: Place, buffer: Buffer, tickets: Vec<Ticket> },
     /// A block that moves is read.
-    Move { name: BlockName, place: Place, slot: Slot },
+    Move { name: BlockName, place: Place, buffer: Buffer },
     /// A block is written; it moves from `old`, if it was on disk before.
-    Write { block: Block, place: Place, slot: Slot, old: Option<Place> },
+    Write { block: Block, place: Place, buffer: Buffer, old: Option<Place> },
 }
 
 /// The disk tier.
@@ -61,8 +61,8 @@ struct Disk {
     pause: Pause,
     /// Blocks that a flush has still to write, the least recently used first.
     flush: Vec<BlockName>,
-    /// Slots kept for blocks that move.
-    moving: Vec<Slot>,
+    /// Buffers kept for blocks that move.
+    moving: Vec<Buffer>,
     writes: u32,
 }
 
@@ -71,7 +71,7 @@ struct Disk {
 pub struct Store {
     config: StoreConfig,
     index: Index,
-    slots: Slots,
+    buffers: Buffers,
     sketch: Sketch,
     disk: Option<Disk>,
     waiting: BTreeMap<Ticket, Waiting>,
@@ -89,7 +89,7 @@ impl Store {
     /// A store with nothing in host memory. Its first effects scan the disk; until all is scanned, nothing is written.
     pub fn new(config: StoreConfig) -> Result<Store, StoreError> {
         config.check()?;
-        let mut slots = Slots::new(config.slots);
+        let mut buffers = Buffers::new(config.buffers);
         let disk = match config.disk {
             Some(size) => Some(Disk {
                 segments: Segments::new(size.segments, size.records)?,
@@ -97,16 +97,16 @@ impl Store {
                 reclaim: None,
                 pause: Pause::default(),
                 flush: Vec::new(),
-                moving: (0..MOVING).filter_map(|_| slots.take()).collect(),
+                moving: (0..MOVING).filter_map(|_| buffers.take()).collect(),
                 writes: 0,
             }),
             None => None,
         };
         let records = config.disk.map_or(0, |disk| u64::from(disk.segments) * u64::from(disk.records));
-        let blocks = records + u64::from(config.slots);
+        let blocks = records + u64::from(config.buffers);
         let mut store = Store {
             index: Index::new(config.policy),
-            slots,
+            buffers,
             sketch: Sketch::new(config.sample.unwrap_or(10 * blocks)),
             disk,
             waiting: BTreeMap::new(),
@@ -201,16 +201,16 @@ impl Store {
     /// Checks all accounts (I6), in time linear in the blocks.
     pub fn check(&self) -> Result<(), StoreError> {
         self.index.check()?;
-        let held = self.index.all().filter_map(|(_, node)| Some(node.host.as_ref()?.slot));
+        let held = self.index.all().filter_map(|(_, node)| Some(node.host.as_ref()?.buffer));
         let waiting = self.waiting.values().filter_map(|waiting| match waiting {
-            Waiting::Fill { slot, .. } | Waiting::Lease { slot, .. } => Some(*slot),
+            Waiting::Fill { buffer, .. } | Waiting::Lease { buffer, .. } => Some(*buffer),
             Waiting::Read { .. } => None,
         });
         let flights = self.flights.values().map(|flight| match flight {
-            Flight::Get { slot, .. } | Flight::Move { slot, .. } | Flight::Write { slot, .. } => *slot,
+            Flight::Get { buffer, .. } | Flight::Move { buffer, .. } | Flight::Write { buffer, .. } => *buffer,
         });
         let moving = self.disk.iter().flat_map(|disk| disk.moving.iter().copied());
-        self.slots.check(held.chain(waiting).chain(flights).chain(moving))?;
+        self.buffers.check(held.chain(waiting).chain(flights).chain(moving))?;
         let Some(disk) = &self.disk else { return Ok(()) };
         disk.segments.check(self.index.all().filter_map(|(name, node)| Some((name, node.disk?))))
     }
@@ -227,14 +227,14 @@ impl Store {
         self.next_job
     }
 
-    /// A slot for a new block. Evicts a block if none is free.
-    fn slot(&mut self) -> Option<Slot> {
-        while self.slots.free() == 0 {
+    /// A buffer for a new block. Evicts a block if none is free.
+    fn buffer(&mut self) -> Option<Buffer> {
+        while self.buffers.free() == 0 {
             let name = self.victim(Tier::Host)?;
             self.counters.overrun += u64::from(self.worth_writing(name));
             self.evict(name, Tier::Host);
         }
-        self.slots.take()
+        self.buffers.take()
     }
 
     /// The block that a tier evicts next.
@@ -256,20 +256,20 @@ impl Store {
         self.drop_copy(name, tier);
     }
 
-    /// Drops a block's copy in a tier. Its slot is free when nobody uses it any more.
+    /// Drops a block's copy in a tier. Its buffer is free when nobody uses it any more.
     fn drop_copy(&mut self, name: BlockName, tier: Tier) {
-        let (mut slot, mut place) = (None, None);
+        let (mut buffer, mut place) = (None, None);
         self.index.update(name, |node| match tier {
-            Tier::Host => slot = node.host.take().map(|copy| copy.slot),
+            Tier::Host => buffer = node.host.take().map(|copy| copy.buffer),
             Tier::Disk => place = node.disk.take(),
         });
-        if let Some(slot) = slot {
-            self.slots.release(slot);
+        if let Some(buffer) = buffer {
+            self.buffers.release(buffer);
         }
         if let (Some(place), Some(disk)) = (place, &mut self.disk) {
             disk.segments.dead(place);
         }
-        if slot.is_some() || place.is_some() {
+        if buffer.is_some() || place.is_some() {
             self.effects.push_back(Effect::Removed(name, tier));
         }
     }

@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use super::{Store, Waiting};
 use crate::index::{HostCopy, Node, Usage};
-use crate::{Block, BlockKey, Decline, Effect, Slot, Ticket, Tier};
+use crate::{Block, BlockKey, Buffer, Decline, Effect, Ticket, Tier};
 
 impl Store {
     pub(super) fn put(&mut self, ticket: Ticket, key: BlockKey) {
         match self.place_for(ticket, &key) {
-            Ok(slot) => {
+            Ok(buffer) => {
                 self.filling.insert(key.name, ticket);
-                self.waiting.insert(ticket, Waiting::Fill { slot, key });
-                self.effects.push_back(Effect::Fill(ticket, slot));
+                self.waiting.insert(ticket, Waiting::Fill { buffer, key });
+                self.effects.push_back(Effect::Fill(ticket, buffer));
             }
             Err(why) => {
                 self.counters.declined[why as usize] += 1;
@@ -21,7 +21,7 @@ impl Store {
         }
     }
 
-    fn place_for(&mut self, ticket: Ticket, key: &BlockKey) -> Result<Slot, Decline> {
+    fn place_for(&mut self, ticket: Ticket, key: &BlockKey) -> Result<Buffer, Decline> {
         if self.waiting.contains_key(&ticket) || self.waiting.len() >= self.config.limits.tickets as usize {
             return Err(Decline::Busy);
         }
@@ -41,30 +41,30 @@ impl Store {
                 Tier::ALL.into_iter().for_each(|tier| self.drop_copy(key.name, tier));
             }
         }
-        self.slot().ok_or(Decline::Busy)
+        self.buffer().ok_or(Decline::Busy)
     }
 
     pub(super) fn filled(&mut self, ticket: Ticket, digests: Option<Arc<[u64]>>) {
-        let Some(Waiting::Fill { slot, key }) = self.waiting.get(&ticket) else { return };
-        let (slot, key) = (*slot, key.clone());
+        let Some(Waiting::Fill { buffer, key }) = self.waiting.get(&ticket) else { return };
+        let (buffer, key) = (*buffer, key.clone());
         self.waiting.remove(&ticket);
         self.filling.remove(&key.name);
         let parts = self.config.shape.parts(key.groups).count();
         match digests.filter(|digests| digests.len() == parts) {
-            Some(digests) => self.keep(Block { key, digests }, slot),
-            None => drop(self.slots.release(slot)),
+            Some(digests) => self.keep(Block { key, digests }, buffer),
+            None => drop(self.buffers.release(buffer)),
         }
     }
 
-    /// Enters the block in this slot into the index. The slot's use becomes that of the index.
-    pub(super) fn keep(&mut self, block: Block, slot: Slot) {
+    /// Enters the block in this buffer into the index. The buffer's use becomes that of the index.
+    pub(super) fn keep(&mut self, block: Block, buffer: Buffer) {
         let (name, parent, groups) = (block.key.name, block.key.parent, block.key.groups);
         // Of two copies the later one is dropped: somebody may be reading the other.
         if self.index.get(name).is_some_and(|node| node.host.is_some()) {
-            self.slots.release(slot);
+            self.buffers.release(buffer);
             return;
         }
-        let copy = HostCopy { slot, block, busy: false, writing: false };
+        let copy = HostCopy { buffer, block, busy: false, writing: false };
         self.index.change(
             name,
             || Node::new(parent, groups, Usage::default()),

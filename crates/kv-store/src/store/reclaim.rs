@@ -3,7 +3,7 @@
 use baton_kv_cache::BlockName;
 
 use super::{Flight, Store};
-use crate::{Block, Place, Reason, Slot, Tier};
+use crate::{Block, Buffer, Place, Reason, Tier};
 
 /// A segment that is being reclaimed.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub(super) struct Reclaim {
 }
 
 impl Store {
-    /// Goes on reclaiming, as far as slots and writes allow.
+    /// Goes on reclaiming, as far as buffers and writes allow.
     pub(super) fn reclaim_on(&mut self) {
         loop {
             let Some(disk) = &mut self.disk else { return };
@@ -34,7 +34,7 @@ impl Store {
         }
     }
 
-    /// Begins to move one more block. False: there is none, or no slot is free.
+    /// Begins to move one more block. False: there is none, or no buffer is free.
     fn move_next(&mut self) -> bool {
         let Some(disk) = &mut self.disk else { return false };
         let Some(reclaim) = &mut disk.reclaim else { return false };
@@ -44,34 +44,34 @@ impl Store {
         if place.segment != reclaim.segment {
             return true;
         }
-        // From host memory, if it is there; else by way of a slot that is kept for this.
+        // From host memory, if it is there; else by way of a buffer that is kept for this.
         if let Some(copy) = &node.host {
-            let (slot, block) = (copy.slot, copy.block.clone());
+            let (buffer, block) = (copy.buffer, copy.block.clone());
             reclaim.moving += 1;
-            self.begin_writing(name, slot);
-            self.rewrite(block, place, slot);
+            self.begin_writing(name, buffer);
+            self.rewrite(block, place, buffer);
             return true;
         }
-        let Some(slot) = disk.moving.pop() else {
+        let Some(buffer) = disk.moving.pop() else {
             reclaim.left.push(name);
             return false;
         };
         reclaim.moving += 1;
-        let job = self.fly(Flight::Move { name, place, slot });
-        self.read_record(job, place, slot, name);
+        let job = self.fly(Flight::Move { name, place, buffer });
+        self.read_record(job, place, buffer, name);
         true
     }
 
     /// A block that moves was read, or could not be.
-    pub(super) fn moved_up(&mut self, name: BlockName, place: Place, slot: Slot, block: Option<Block>) {
+    pub(super) fn moved_up(&mut self, name: BlockName, place: Place, buffer: Buffer, block: Option<Block>) {
         let wanted = self.index.get(name).is_some_and(|node| node.disk == Some(place));
         match block.filter(|_| wanted) {
-            Some(block) => self.rewrite(block, place, slot),
-            None => self.moved(name, place, slot),
+            Some(block) => self.rewrite(block, place, buffer),
+            None => self.moved(name, place, buffer),
         }
     }
 
-    fn rewrite(&mut self, block: Block, old: Place, from: Slot) {
+    fn rewrite(&mut self, block: Block, old: Place, from: Buffer) {
         match self.disk.as_mut().and_then(|disk| disk.segments.append(Reason::Moved)) {
             Some(place) => self.write(block, place, from, Some(old)),
             None => self.moved(block.key.name, old, from),
@@ -79,7 +79,7 @@ impl Store {
     }
 
     /// A move has ended. A block that is still in the segment is given up, since the segment is needed.
-    pub(super) fn moved(&mut self, name: BlockName, old: Place, slot: Slot) {
+    pub(super) fn moved(&mut self, name: BlockName, old: Place, buffer: Buffer) {
         if self.index.get(name).is_some_and(|node| node.disk == Some(old)) {
             self.evict(name, Tier::Disk);
         }
@@ -87,10 +87,10 @@ impl Store {
         if let Some(reclaim) = &mut disk.reclaim {
             reclaim.moving -= 1;
         }
-        // A slot with one use is one of those kept for moves, unless its block has just left host memory.
-        match disk.moving.len() < crate::config::MOVING as usize && self.slots.uses(slot) == 1 {
-            true => disk.moving.push(slot),
-            false => self.ends_writing(name, slot),
+        // A buffer with one use is one of those kept for moves, unless its block has just left host memory.
+        match disk.moving.len() < crate::config::MOVING as usize && self.buffers.uses(buffer) == 1 {
+            true => disk.moving.push(buffer),
+            false => self.ends_writing(name, buffer),
         }
     }
 }

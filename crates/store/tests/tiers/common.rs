@@ -9,11 +9,9 @@ use baton_store::{Got, KvStore, Reading, Settings};
 
 pub const LONG: Duration = Duration::from_secs(60);
 
-pub fn config(slots: u32) -> StoreConfig {
+pub fn config(buffers: u32) -> StoreConfig {
     let identity = Identity { layout: 1, numerics: 2 };
-    let mut config = StoreConfig::new(shape(), identity, slots, Some(DiskConfig { segments: 16, records: 8 }));
-    config.min_uses = 0;
-    config
+    StoreConfig::new(shape(), identity, buffers, Some(DiskConfig { segments: 16, records: 8 }))
 }
 
 pub fn open(directory: &Path, config: StoreConfig) -> KvStore {

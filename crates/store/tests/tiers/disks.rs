@@ -189,10 +189,10 @@ fn errors_without_a_number_are_errors_too() {
 struct Mounted(tempfile::TempDir);
 
 impl Mounted {
-    fn tmpfs(size: &str) -> Option<Mounted> {
+    fn new(kind: &str, options: &str) -> Option<Mounted> {
         let directory = tempfile::tempdir().unwrap();
         let mut mount = std::process::Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(directory.path());
+        mount.args(["-t", kind, "-o", options, "none"]).arg(directory.path());
         mount.status().is_ok_and(|status| status.success()).then_some(Mounted(directory))
     }
 }
@@ -207,7 +207,7 @@ impl Drop for Mounted {
 /// Not a fault that is played: the file system has room for half of what the store may use.
 #[test]
 fn a_file_system_that_is_full_costs_no_put() {
-    let Some(mounted) = Mounted::tmpfs("500k") else {
+    let Some(mounted) = Mounted::new("tmpfs", "size=500k") else {
         return baton_types::testing::left_out("mounting a file system takes root");
     };
     let config = config(16);
@@ -223,4 +223,24 @@ fn a_file_system_that_is_full_costs_no_put() {
     }
     store.check().unwrap();
     drop(store);
+}
+
+/// ramfs has neither direct I/O nor a way to allocate space.
+#[test]
+fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
+    let Some(mounted) = Mounted::new("ramfs", "mode=700") else {
+        return baton_types::testing::left_out("mounting a file system takes root");
+    };
+    for _ in 0..2 {
+        let config = config(16);
+        let files = Files::open(mounted.0.path(), config.identity, &config.shape, config.disk.unwrap()).unwrap();
+        assert!(!files.direct());
+        let store = KvStore::over(Some(Box::new(files)), config, 4, None).unwrap();
+        assert!(store.settled(LONG));
+        put_all(&store, 0..60);
+        let there = on_disk(&store, 0..60);
+        assert!(there.len() > 30);
+        assert_eq!(get(&store, there[0]), Ok(Tier::Disk));
+        assert_eq!(store.counters().disk_errors, 0);
+    }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::Instant;
 
 use baton_kv_store::testing::data;
-use baton_kv_store::{Miss, Tier};
+use baton_kv_store::{Miss, StoreConfig, StoreLimits, Tier};
 use baton_store::{Event, Got, KvStore, Settings};
 use baton_types::testing::Random;
 
@@ -110,5 +110,44 @@ fn a_filling_that_is_dropped_is_no_block() {
     filling.data().fill(7);
     drop(filling);
     assert_eq!(get(&store, 1), Err(Miss::Absent));
+    assert!(store.put(key_of(1)).is_ok(), "and nobody fills it any more");
+    store.check().unwrap();
+}
+
+/// Bytes in host memory that are not those of the digests are found by whoever copies them out, and the block is gone.
+#[test]
+fn what_does_not_match_its_digests_in_host_memory_is_damaged() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), config(16));
+    for wrong in 0..3 {
+        let mut filling = store.put(key_of(1)).unwrap();
+        let data = data(store.shape(), 1);
+        filling.data().copy_from_slice(&data);
+        let mut digests = store.shape().digests(0b11, &data).to_vec();
+        digests[wrong] ^= 1;
+        filling.done(digests.into());
+        assert_eq!(get(&store, 1), Err(Miss::Damaged), "part {wrong}");
+        assert_eq!(get(&store, 1), Err(Miss::Absent));
+    }
+    assert_eq!(store.counters().verify_failures, [3, 0]);
+    store.check().unwrap();
+}
+
+/// Who gives up takes no place from others.
+#[test]
+fn a_pending_that_is_dropped_is_no_ticket() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = StoreLimits { tickets: 2, ..StoreLimits::default() };
+    let store = open(directory.path(), StoreConfig { limits, ..config(16) });
+    put_all(&store, 0..40);
+    let there = on_disk(&store, 0..40);
+    for number in &there[..6] {
+        let got = store.get(key_of(*number));
+        assert!(matches!(got, Got::Pending(_)), "{got:?}");
+    }
+    assert!(store.settled(LONG));
+    for number in &there[..6] {
+        let Got::Ready(_) = store.get(key_of(*number)) else { panic!("block {number} did not come up") };
+    }
     store.check().unwrap();
 }

@@ -90,16 +90,16 @@ fn reads_tickets_and_pins_are_bounded() {
     assert_eq!(rig.store.index.pinned, 1);
 }
 
-/// Slots that are being read are never written to, and a put finds none rather than taking one.
+/// Buffers that are being read are never written to, and a put finds none rather than taking one.
 #[test]
-fn a_slot_that_is_read_is_nobody_else_s() {
+fn a_buffer_that_is_read_is_nobody_else_s() {
     let mut rig = begun(config(8));
     let mut leased = Vec::new();
     for number in 0..6 {
         assert!(rig.put(number * 5));
         leased.push((rig.get(number * 5), number * 5));
     }
-    assert!(!rig.put(500), "six of eight slots are read, and two move blocks");
+    assert!(!rig.put(500), "six of eight buffers are read, and two move blocks");
     rig.settle();
     for (ticket, number) in leased {
         assert_eq!(rig.outcome(ticket, number), Some(Ok(Tier::Host)));
@@ -108,10 +108,10 @@ fn a_slot_that_is_read_is_nobody_else_s() {
     assert!(rig.put(500));
 }
 
-/// A block that moves from its slot in host memory, and is evicted from disk meanwhile, is not written from that slot a second time
+/// A block that moves from its buffer in host memory, and is evicted from disk meanwhile, is not written from that buffer a second time
 /// (`Rig` looks) before the first write has ended.
 #[test]
-fn a_slot_is_written_by_one_at_a_time() {
+fn a_buffer_is_written_by_one_at_a_time() {
     let limits = StoreLimits { writes: 16, ..StoreLimits::default() };
     with_seeds(0..50, |seed| {
         let mut rig = Rig::new(StoreConfig { policy: Policy::Lru, limits, ..config(12) }, seed);
@@ -126,9 +126,9 @@ fn a_slot_is_written_by_one_at_a_time() {
             tickets.into_iter().for_each(|ticket| rig.feed(Input::Cancel(ticket)));
             rig.answers.clear();
             rig.store.flights.values().find_map(|flight| match flight {
-                Flight::Write { block, slot, old: Some(_), .. } => {
+                Flight::Write { block, buffer, old: Some(_), .. } => {
                     let copy = rig.store.index.get(block.key.name)?.host.as_ref()?;
-                    (copy.slot == *slot).then_some(block.key.name)
+                    (copy.buffer == *buffer).then_some(block.key.name)
                 }
                 _ => None,
             })
@@ -178,8 +178,8 @@ fn faults_at_any_time_leave_nothing_behind() {
         assert!(asked.is_empty(), "{asked:?} have no answer");
         assert!(rig.store.waiting.is_empty() && rig.store.filling.is_empty() && rig.store.reading.is_empty());
         assert_eq!(
-            u64::from(rig.store.slots.free()) + rig.store.blocks(Tier::Host) + 2,
-            u64::from(rig.store.config.slots)
+            u64::from(rig.store.buffers.free()) + rig.store.blocks(Tier::Host) + 2,
+            u64::from(rig.store.config.buffers)
         );
     });
 }

@@ -102,6 +102,7 @@ fn what_is_on_disk_is_found_again_after_a_kill() {
             let mut rig = rig.again(small(), false);
             rig.settle();
             // What had been evicted, and not overwritten, may come back; then as much is evicted again.
+            assert!(rig.store.blocks(Tier::Disk) <= 12, "four of eight segments have live blocks");
             let after: BTreeSet<u32> = (0..BLOCKS).filter(|number| rig.on_disk(*number)).collect();
             let gone = before.difference(&after).count() as u64;
             assert!(gone <= rig.store.counters().evicted[Tier::Disk as usize], "{before:?}, then {after:?}");
@@ -219,7 +220,7 @@ fn a_flipped_byte_in_host_memory_is_found_by_who_reads_it() {
     rig.put(0);
     let ticket = rig.get(0);
     let head = rig.shape.head_bytes();
-    rig.memory.iter_mut().for_each(|slot| slot[head + 3] ^= 1);
+    rig.memory.iter_mut().for_each(|buffer| buffer[head + 3] ^= 1);
     assert_eq!(rig.outcome(ticket, 0), Some(Err(Miss::Damaged)));
     assert_eq!(rig.store.counters().verify_failures, [1, 0]);
     assert_eq!(rig.store.tier(key_of(0).name), None);

@@ -216,6 +216,11 @@ fn writes_are_counted_by_reason() {
     let [demoted, moved] = counters.written_bytes;
     assert_eq!((demoted + moved) / rig.shape.stride() as u64, rig.writes);
     assert!(moved > 0 && counters.write_amplification() > 1.0);
+    assert!(
+        (1..=rig.writes / 3).contains(&rig.syncs),
+        "{} syncs, at most one for each segment of three records",
+        rig.syncs
+    );
     assert_eq!(counters.overrun, 0);
     assert!(rig.disk.now.len() <= 8 && rig.store.blocks(Tier::Disk) <= 12);
 }
@@ -239,4 +244,20 @@ fn a_flush_leaves_nothing_in_host_memory_alone() {
     let mut rig = rig.again(config(12), false);
     rig.settle();
     assert_eq!((rig.fetch(8), rig.fetch(3)), (Ok(Tier::Disk), Err(Miss::Absent)));
+}
+
+/// Who asks and does not wait has a block brought up ahead of need.
+#[test]
+fn a_get_that_is_cancelled_is_a_prefetch() {
+    let mut rig = begun(config(8));
+    rig.put(0);
+    (5..15).for_each(|number| {
+        rig.put(number);
+        rig.settle();
+    });
+    let ticket = rig.get(0);
+    rig.feed(Input::Cancel(ticket));
+    rig.settle();
+    assert_eq!(rig.answers.get(&ticket), None);
+    assert_eq!((rig.store.counters().hit_tokens, rig.fetch(0)), ([0, 0], Ok(Tier::Host)));
 }

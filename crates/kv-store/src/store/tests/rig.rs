@@ -9,7 +9,7 @@ use baton_types::testing::Random;
 use super::disk::FakeDisk;
 use crate::testing::{data, key, shape};
 use crate::{
-    Block, BlockKey, DiskConfig, Effect, Head, Identity, Input, Miss, ReadError, Shape, Slot, Store, StoreConfig,
+    Block, BlockKey, Buffer, DiskConfig, Effect, Head, Identity, Input, Miss, ReadError, Shape, Store, StoreConfig,
     Ticket, Tier, check_record,
 };
 
@@ -22,9 +22,8 @@ pub fn key_of(number: u32) -> BlockKey {
     key(number, (!number.is_multiple_of(CHAIN)).then(|| number - 1))
 }
 
-pub fn config(slots: u32) -> StoreConfig {
-    let mut config = StoreConfig::new(shape(), IDENTITY, slots, Some(DiskConfig { segments: 8, records: 3 }));
-    config.min_uses = 0;
+pub fn config(buffers: u32) -> StoreConfig {
+    let mut config = StoreConfig::new(shape(), IDENTITY, buffers, Some(DiskConfig { segments: 8, records: 3 }));
     config.limits.writes = 3;
     config
 }
@@ -34,7 +33,7 @@ pub fn config(slots: u32) -> StoreConfig {
 pub enum Answer {
     Filled,
     Declined(crate::Decline),
-    Ready(Slot, Tier),
+    Ready(Buffer, Tier),
     Missed(Miss),
 }
 
@@ -52,6 +51,7 @@ pub struct Rig {
     pub now: Time,
     next: Ticket,
     pub writes: u64,
+    pub syncs: u64,
     pub scans: Vec<u32>,
     /// All writes, and all reads, fail.
     pub fails: (bool, bool),
@@ -68,7 +68,7 @@ impl Rig {
 
     pub fn on(disk: FakeDisk, config: StoreConfig, seed: u64) -> Rig {
         let shape = config.shape.clone();
-        let memory = vec![vec![0xaa; shape.stride()]; config.slots as usize];
+        let memory = vec![vec![0xaa; shape.stride()]; config.buffers as usize];
         let store = Store::new(config).unwrap();
         let mut rig = Rig {
             store,
@@ -83,6 +83,7 @@ impl Rig {
             now: Time(0),
             next: 0,
             writes: 0,
+            syncs: 0,
             scans: Vec::new(),
             fails: (false, false),
             told: BTreeMap::new(),
@@ -100,17 +101,17 @@ impl Rig {
     fn drain_effects(&mut self) {
         while let Some(effect) = self.store.next_effect() {
             match effect {
-                Effect::Fill(ticket, slot) => {
+                Effect::Fill(ticket, buffer) => {
                     let data = data(&self.shape, self.puts[&ticket]);
                     let head = self.shape.head_bytes();
-                    self.memory[slot.0 as usize].fill(0);
-                    self.memory[slot.0 as usize][head..head + data.len()].copy_from_slice(&data);
+                    self.memory[buffer.0 as usize].fill(0);
+                    self.memory[buffer.0 as usize][head..head + data.len()].copy_from_slice(&data);
                     self.answers.insert(ticket, Answer::Filled);
                 }
                 Effect::Declined(ticket, why) => drop(self.answers.insert(ticket, Answer::Declined(why))),
                 Effect::Missed(ticket, why) => drop(self.answers.insert(ticket, Answer::Missed(why))),
-                Effect::Ready(ticket, slot, block, tier) => {
-                    self.answers.insert(ticket, Answer::Ready(slot, tier));
+                Effect::Ready(ticket, buffer, block, tier) => {
+                    self.answers.insert(ticket, Answer::Ready(buffer, tier));
                     self.blocks.insert(ticket, block);
                 }
                 Effect::Stored(name, tier) => assert!(self.told.insert((name, tier), ()).is_none(), "stored twice"),
@@ -118,14 +119,16 @@ impl Rig {
                     assert!(self.told.remove(&(name, tier)).is_some(), "removed, never stored")
                 }
                 other => {
-                    let slot = |effect: &Effect| match effect {
+                    let buffer = |effect: &Effect| match effect {
                         Effect::Read { into, .. } => Some(*into),
                         Effect::Write { from, .. } => Some(*from),
                         _ => None,
                     };
-                    let shared =
-                        self.waiting.iter().any(|waiting| slot(waiting).is_some() && slot(waiting) == slot(&other));
-                    assert!(!shared, "two use {:?} at once", slot(&other));
+                    let shared = self
+                        .waiting
+                        .iter()
+                        .any(|waiting| buffer(waiting).is_some() && buffer(waiting) == buffer(&other));
+                    assert!(!shared, "two use {:?} at once", buffer(&other));
                     self.waiting.push(other);
                 }
             }
@@ -155,15 +158,18 @@ impl Rig {
                 self.feed(Input::Read(job, if self.fails.1 { Err(ReadError::Io) } else { read }));
             }
             Effect::Write { job, place, from, head } => {
-                let slot = &mut self.memory[from.0 as usize];
-                slot[..head.len()].copy_from_slice(&head);
+                let buffer = &mut self.memory[from.0 as usize];
+                buffer[..head.len()].copy_from_slice(&head);
                 if !self.fails.0 {
-                    self.disk.write(place.segment, place.index as usize * stride, slot.clone());
+                    self.disk.write(place.segment, place.index as usize * stride, buffer.clone());
                 }
                 self.writes += 1;
                 self.feed(Input::Written(job, !self.fails.0));
             }
-            Effect::Sync(segment) => self.disk.sync(segment, &mut self.random),
+            Effect::Sync(segment) => {
+                self.syncs += 1;
+                self.disk.sync(segment, &mut self.random);
+            }
             other => panic!("{other:?} is no work for a disk"),
         }
         true
@@ -203,9 +209,9 @@ impl Rig {
     pub fn outcome(&mut self, ticket: Ticket, number: u32) -> Option<Result<Tier, Miss>> {
         match self.answers.remove(&ticket)? {
             Answer::Missed(why) => Some(Err(why)),
-            Answer::Ready(slot, tier) => {
+            Answer::Ready(buffer, tier) => {
                 let head = self.shape.head_bytes();
-                let found = &self.memory[slot.0 as usize][head..head + self.shape.data_bytes()];
+                let found = &self.memory[buffer.0 as usize][head..head + self.shape.data_bytes()];
                 let block = self.blocks.remove(&ticket).unwrap();
                 let verified = self.shape.verify(&block, found).is_ok();
                 let right = found == data(&self.shape, number);
