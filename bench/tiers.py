@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""How much sooner a prompt is answered whose prefix is in the pool, in host memory or on disk, than one that is computed.
+
+    bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR]
+        One worker that computes and answers, with a pool of 256 MiB. Each prompt is answered once (computed), again (from the pool), again after others
+        have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
+        the first token of each, and then how the time between the tokens of
+        another answer changes while prefixes are loaded from host memory.
+
+target/release/baton must be built. The machine should be idle.
+"""
+import argparse
+import http.client
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+
+from cluster import Cluster, random_ids
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def ask(cluster, ids, tokens=2):
+    """Seconds to the first token, seconds between the later ones, and tokens of the prompt that were not computed."""
+    path, body = cluster.completion(ids, tokens)
+    body["stream_options"] = {"include_usage": True}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port)
+    begun, times, cached = time.perf_counter(), [], None
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise SystemExit(f"{answer.status}: {answer.read().decode()}")
+    for line in answer:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if Cluster.tokens(event):
+            times.append(time.perf_counter())
+        if event.get("usage"):
+            cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    connection.close()
+    return times[0] - begun, [b - a for a, b in zip(times, times[1:])], cached
+
+
+def worker(cluster):
+    children = subprocess.run(["pgrep", "-P", str(cluster.process.pid), "-a"], capture_output=True, text=True).stdout
+    return next(int(line.split()[0]) for line in children.splitlines() if " decode" in line)
+
+
+def restart(cluster):
+    before = worker(cluster)
+    os.kill(before, signal.SIGKILL)
+    while True:
+        time.sleep(0.2)
+        try:
+            if worker(cluster) != before and cluster.request("GET", "/ready").status == 200:
+                # Until it has read what is on its disk.
+                ask(cluster, random_ids(8, 999_999), 2)
+                return time.sleep(1)
+        except (OSError, StopIteration, SystemExit):
+            pass
+
+
+def times(options, disk):
+    flags = ["--aggregated", "--kv-memory", "256MiB", "--kv-host", "2GiB", "--kv-disk", disk, "--kv-disk-size", "4GiB"]
+    cluster = Cluster(ROOT / "target/release/baton", options.model, flags)
+    salt = iter(range(1, 1_000_000))
+    try:
+        ask(cluster, random_ids(500, next(salt)))
+        for length in options.lengths:
+            of = {"computed": [], "pool": [], "host memory": [], "disk": []}
+            for _ in range(options.rounds):
+                prompt = random_ids(length, next(salt))
+                for tier in of:
+                    if tier == "host memory":
+                        for _ in range(-(-12_000 // length)):
+                            ask(cluster, random_ids(length, next(salt)))
+                    if tier == "disk":
+                        time.sleep(2)
+                        restart(cluster)
+                    first, _, cached = ask(cluster, prompt)
+                    if (cached >= length - 16) != (tier != "computed"):
+                        raise SystemExit(f"{tier}: {cached} of {length} tokens were cached")
+                    of[tier].append(first)
+            computed = statistics.median(of["computed"])
+            print(f"{options.model}, {length} tokens")
+            for tier, firsts in of.items():
+                median = statistics.median(firsts)
+                print(f"  {tier:12} {median * 1e3:9.1f} ms to the first token, {computed / median:6.1f} times as soon as computed")
+        beside(cluster, options, salt)
+    finally:
+        cluster.close()
+
+
+def beside(cluster, options, salt):
+    """The time between tokens of an answer, alone and while prefixes of others are loaded."""
+    length = options.lengths[0]
+    prompts = [random_ids(length, next(salt)) for _ in range(8)]
+    for prompt in prompts:
+        ask(cluster, prompt)
+    percentile = lambda gaps, share: sorted(gaps)[int(len(gaps) * share)] * 1e3
+    for loads in (False, True):
+        gaps = []
+        thread = threading.Thread(target=lambda: gaps.extend(ask(cluster, random_ids(64, next(salt)), 400)[1]))
+        thread.start()
+        count = 0
+        while loads and thread.is_alive():
+            ask(cluster, prompts[count % len(prompts)], 1)
+            count += 1
+        thread.join()
+        print(f"  between tokens of another answer{f' while {count} prefixes of {length} tokens came' if loads else ', alone'}: "
+              f"median {percentile(gaps, 0.5):.1f} ms, p90 {percentile(gaps, 0.9):.1f} ms, p99 {percentile(gaps, 0.99):.1f} ms")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--lengths", default="2000,8000", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.disk or ROOT / "target") as disk:
+        times(options, disk)
+
+
+if __name__ == "__main__":
+    main()
