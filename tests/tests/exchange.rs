@@ -139,9 +139,14 @@ fn an_exchange_that_is_broken_off_keeps_no_blocks() -> anyhow::Result<()> {
         let mut taker = exchange_with(&new[0]).await?;
         let request = || v1::FetchRequest { prefix: prefix(&tokens, "") };
         drop(taker.fetch(request()).await?.into_inner().message().await?);
-        // Nobody serves: its time runs out.
+        // Nobody serves: its time runs out. Until the worker has heard that the stream is dropped, the prefix seems to be on its way.
         let hurried = v1::Prefix { deadline_ms: 200, ..prefix(&tokens, "").unwrap() };
-        let mut fetches = taker.fetch(v1::FetchRequest { prefix: Some(hurried) }).await?.into_inner();
+        let mut fetches = loop {
+            match taker.fetch(v1::FetchRequest { prefix: Some(hurried.clone()) }).await {
+                Err(coming) if coming.message().contains("on their way") => tokio::task::yield_now().await,
+                begun => break begun?.into_inner(),
+            }
+        };
         fetches.message().await?;
         let late = fetches.message().await.unwrap_err();
         ensure!(late.code() == tonic::Code::DeadlineExceeded, "{late}");
