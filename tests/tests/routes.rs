@@ -4,11 +4,13 @@
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
 
+use std::path::Path;
+
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_model_files::{Model, fetch};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
-use baton_tests::cluster::{Cluster, ClusterOptions};
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker};
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
 use baton_tests::ucx;
@@ -147,6 +149,11 @@ fn compare(
             ensure!((least..=most).contains(&handoffs), "{name} {route} {how}: {found}");
         }
         cluster.wait_idle()?;
+        if options.args.iter().any(|arg| arg == "--kv-host") {
+            let loaded = |worker: &Worker| Ok(worker.metrics()?.sum("baton_kv_loaded_tokens_total", ""));
+            let loaded = cluster.workers().iter().map(loaded).sum::<anyhow::Result<f64>>()?;
+            ensure!(loaded > 0.0, "{name} {route}: nothing was loaded from the tiers");
+        }
         cluster.stop()?;
     }
     println!(
@@ -175,6 +182,14 @@ fn late(mut options: ClusterOptions) -> ClusterOptions {
     options
 }
 
+/// With a pool too small for all prompts, and the KV store below it: in host memory, of which most goes to disk if there is a folder.
+fn tiers(mut options: ClusterOptions, disk: Option<&Path>) -> ClusterOptions {
+    let host = if disk.is_some() { "8MiB" } else { "256MiB" };
+    options.args.extend(["--kv-memory", "12MiB", "--kv-host", host].map(str::to_owned));
+    options.args.extend(disk.into_iter().flat_map(|disk| ["--kv-disk".to_owned(), disk.display().to_string()]));
+    options
+}
+
 /// A real model over `routes`: `count` prompts of up to `longest` tokens.
 fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow::Result<()> {
     let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::NoProgress)?;
@@ -186,8 +201,11 @@ fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow
 
 #[test]
 fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
+    let disk = tempfile::tempdir()?;
     let routes = [
         ("aggregated", route("auto", 512, true)),
+        ("aggregated, from host memory", tiers(route("auto", 512, true), None)),
+        ("aggregated, from disk", tiers(route("auto", 512, true), Some(disk.path()))),
         ("split over shm, chunks of 16", route("shm", 16, false)),
         ("split over tcp, chunks of 512, reserved late", late(route("tcp", 512, false))),
     ];

@@ -15,11 +15,19 @@ const FOLLOW: f64 = 0.05;
 #[derive(Clone, Debug, Default)]
 pub struct Calibration {
     delay: f64,
+    /// The least delay, in seconds.
+    least: f64,
     seen: u64,
     error: f64,
 }
 
 impl Calibration {
+    /// Learns as well by how much predictions are too long. Not for predictions by which requests are admitted: what is too long there leaves room for
+    /// what is not known.
+    pub fn either_way() -> Calibration {
+        Calibration { least: -LONGEST, ..Calibration::default() }
+    }
+
     /// A time in seconds was measured that had been predicted as so much, without the delay.
     pub fn add(&mut self, predicted: f64, measured: f64) {
         if !(predicted.is_finite() && measured.is_finite() && predicted > 0.0 && measured > 0.0) {
@@ -27,7 +35,7 @@ impl Calibration {
         }
         self.compare(predicted + self.delay, measured);
         let step = if measured > predicted + self.delay { STEP * measured } else { -STEP * measured };
-        self.delay = (self.delay + step).clamp(0.0, LONGEST);
+        self.delay = (self.delay + step).clamp(self.least, LONGEST);
     }
 
     /// A time in seconds was measured that had been expected to be so much; nothing is learned from it but how good predictions are.
@@ -64,6 +72,16 @@ mod tests {
         }
         assert!((0.004..0.006).contains(&calibration.delay()), "{calibration:?}");
         assert!(calibration.error().unwrap() < 0.05);
+    }
+
+    #[test]
+    fn what_is_too_long_is_learned_where_that_is_wanted() {
+        for (mut calibration, least, most) in
+            [(Calibration::default(), 0.0, 0.0), (Calibration::either_way(), -0.0011, -0.0009)]
+        {
+            (0..2000).for_each(|_| calibration.add(0.01, 0.009));
+            assert!((least..=most).contains(&calibration.delay()), "{calibration:?}");
+        }
     }
 
     #[test]

@@ -219,7 +219,7 @@ impl Terms {
         Terms {
             first_token: self.waits() + first_token,
             token: self.step + token,
-            expected: self.later + expected,
+            expected: (self.later + expected).max(0.0),
             ..self
         }
     }

@@ -42,11 +42,18 @@ const EQUALS: usize = 64;
 const USUAL_BLOCK: u32 = 16;
 
 /// What predictions leave out, learned from what came of them.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct Calibrations {
     first_token: Calibration,
     token: Calibration,
     expected: Calibration,
+}
+
+impl Default for Calibrations {
+    fn default() -> Self {
+        let (first_token, token) = (Calibration::default(), Calibration::default());
+        Calibrations { first_token, token, expected: Calibration::either_way() }
+    }
 }
 
 impl Calibrations {
