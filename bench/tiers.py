@@ -81,6 +81,8 @@ def times(options, disk):
                     if tier == "host memory":
                         for _ in range(-(-12_000 // length)):
                             ask(cluster, random_ids(length, next(salt)))
+                        # Until what the last of them left is saved: its blocks are in use meanwhile.
+                        time.sleep(1)
                     if tier == "disk":
                         time.sleep(2)
                         restart(cluster)
