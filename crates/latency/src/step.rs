@@ -108,6 +108,12 @@ pub(crate) fn bounded(seconds: f64) -> f64 {
     if seconds > 0.0 { seconds.min(LONGEST) } else { 0.0 }
 }
 
+/// The most that a pair of tokens costs, as a share of a token. Attention does 4 d operations for a pair and layer, where d is the model's width, and
+/// the rest of a layer about 24 d² for a token: a share of 1 / (6 d), some times more where attention is slower by the operation. A worker that has
+/// computed only a few tokens after long cached prefixes, or very short prompts, would take a step's fixed cost for that of its pairs, and a long
+/// prompt for hours of work.
+const MOST_PAIR: f64 = 0.02;
+
 /// Learns a worker's [`StepCost`] from its steps.
 ///
 /// Steps with prompts and steps without are fitted apart, so that thousands of the one do not make the other forgotten.
@@ -143,6 +149,7 @@ impl StepModel {
     pub fn cost(&self) -> StepCost {
         let [base, row, context] = self.rows.coefficients().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
+        let pair = pair.min(token * MOST_PAIR);
         StepCost { base, row, context, chunk, token, pair }
     }
 
@@ -185,6 +192,19 @@ mod tests {
         close(cost.prompts(&end, 512), COST.prompts(&end, 512));
         let (rows, prompts) = learned().errors();
         assert!(rows.unwrap() < 0.05 && prompts.unwrap() < 0.05, "{rows:?} {prompts:?}");
+    }
+
+    /// What was learned of a few odd prompts says little of others, and nothing absurd.
+    #[test]
+    fn short_prompts_do_not_make_long_ones_last_for_hours() {
+        let mut model = StepModel::default();
+        for at in 0..40u64 {
+            let (from, to) = if at % 4 == 0 { (0, 2 + at % 7) } else { (0, 8) };
+            let took = if to == 8 { 20e-3 } else { 5e-3 };
+            model.add(&StepWork::default().with_prompt(from, to), Duration::from_secs_f64(took));
+        }
+        let long = StepWork::default().with_prompt(0, 8000);
+        assert!(model.cost().prompts(&long, 512) < 600.0, "{:?}", model.cost());
     }
 
     #[test]
