@@ -314,3 +314,6 @@ fn follow(pace: &AtomicU64, took: Duration, bytes: usize) {
     let (old, new) = (f64::from_bits(pace.load(Ordering::Relaxed)), took.as_nanos() as f64 / bytes.max(1) as f64);
     pace.store((old + FOLLOW * (new - old)).to_bits(), Ordering::Relaxed);
 }
+
+#[cfg(test)]
+mod tests;
