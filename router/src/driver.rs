@@ -24,7 +24,7 @@ use crate::sink::Sink;
 use crate::standing::Standing;
 use crate::trace::{Subject, Trace};
 use crate::waits::{Alarm, Dormant};
-use crate::worker::{FetchBegins, Leg, Word, Workers, allowed, open_decode, open_prefill};
+use crate::worker::{Allowed, FetchBegins, Leg, Word, Workers, open_decode, open_prefill};
 
 /// One choice to run.
 pub(crate) struct Job {
@@ -246,17 +246,15 @@ impl Driver {
         // One token after the last block: what follows is of no matter.
         let tokens = prompt.get(..fetch.tokens as usize + 1)?.to_vec();
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        self.workers.fetch(
-            fetch,
-            v1::Prefix {
-                request_id: request_id.0.clone(),
-                tokens,
-                cache_salt: standing.cache_salt.clone(),
-                cache_keep_seconds: standing.cache_keep_seconds,
-                priority: standing.class.at_workers(standing.priority),
-                deadline_ms: allowed(fetch, left),
-            },
-        )
+        let prefix = v1::Prefix {
+            request_id: request_id.0.clone(),
+            tokens,
+            cache_salt: standing.cache_salt.clone(),
+            cache_keep_seconds: standing.cache_keep_seconds,
+            priority: standing.class.at_workers(standing.priority),
+            ..v1::Prefix::default()
+        };
+        self.workers.fetch(*fetch, prefix, Allowed::of(fetch, left))
     }
 
     /// The fetch of this worker, if it has one that nothing has waited for yet.

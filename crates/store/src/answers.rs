@@ -102,13 +102,15 @@ impl Reading {
         self.copy_checked(&part, at, to)
     }
 
-    /// Copies the whole block, part by part to where `target` says, and verifies it on the way.
+    /// Copies the block, part by part to where `target` says, and verifies it on the way. Parts without a target are left out: the block may have
+    /// more layer groups than are wanted.
     ///
     /// # Panics
     /// When a target has not as many bytes as its part.
-    pub fn copy_to<'a>(&mut self, mut target: impl FnMut(&Part) -> &'a mut [u8]) -> Result<(), Mismatch> {
+    pub fn copy_to<'a>(&mut self, mut target: impl FnMut(&Part) -> Option<&'a mut [u8]>) -> Result<(), Mismatch> {
         let parts: Vec<Part> = self.shared.shape.parts(self.block.key.groups).collect();
-        parts.iter().enumerate().try_for_each(|(at, part)| self.copy_checked(part, at, target(part)))
+        let wanted = parts.iter().enumerate().filter_map(|(at, part)| Some((at, part, target(part)?)));
+        { wanted }.try_for_each(|(at, part, to)| self.copy_checked(part, at, to))
     }
 
     fn copy_checked(&mut self, part: &Part, at: usize, to: &mut [u8]) -> Result<(), Mismatch> {

@@ -133,6 +133,11 @@ impl KvStore {
         self.shared.state().core.held(prompt)
     }
 
+    /// The same, and which layer groups of each block are held, one bit each.
+    pub fn held_groups(&self, prompt: &[BlockName]) -> Vec<(Tier, u32)> {
+        self.shared.state().core.held_groups(prompt)
+    }
+
     /// Keeps a block, or no longer.
     pub fn pin(&self, name: BlockName, pinned: bool) {
         self.shared.feed(if pinned { Input::Pin(name) } else { Input::Unpin(name) });

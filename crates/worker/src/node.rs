@@ -185,7 +185,8 @@ impl Node {
         let (links, layout) = (service.clone(), &node.geometry.layout);
         let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
         tokio::spawn(async move { links.tell_links(token_bytes).await });
-        let member = node.member(N::ROLE, &name, addr, process.admin_addr(), limits);
+        let numerics = tiers::numerics(&node.config, &backend);
+        let member = node.member(N::ROLE, &name, (addr, process.admin_addr()), limits, numerics);
         node.serve::<N>(process, handle, (service, ends), listener, member).await
     }
 
@@ -193,9 +194,9 @@ impl Node {
         &self,
         role: Role,
         model: &str,
-        grpc: std::net::SocketAddr,
-        admin: std::net::SocketAddr,
+        (grpc, admin): (std::net::SocketAddr, std::net::SocketAddr),
         limits: EngineConfig,
+        numerics: u64,
     ) -> Member {
         let reach = |addr: std::net::SocketAddr| match &self.config.advertise {
             Some(host) => format!("{host}:{}", addr.port()),
@@ -215,7 +216,7 @@ impl Node {
             context_tokens: limits.context_tokens,
             draining: false,
             late_targets: role == Role::Prefill,
-            exchanges: if self.exchanges(limits) { self.geometry.layout.fingerprint() } else { 0 },
+            exchanges: if self.exchanges(limits) { self.geometry.layout.fingerprint() ^ numerics } else { 0 },
         }
     }
 

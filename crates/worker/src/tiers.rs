@@ -4,6 +4,7 @@
 //! A load verifies each layer of each block while it is copied (I2). Nobody uses a block before all of its prefix is there.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -15,7 +16,7 @@ use baton_roles::tiers::{Command, Effect, Move, is_hole};
 use baton_runtime::metrics as names;
 use baton_store::{Got, KvStore, Reading, Settings};
 use baton_transfer::{Pool, Segment};
-use baton_types::{BlockId, PoolGeometry, SeqId};
+use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
 use metrics::{counter, gauge};
 
 use crate::error::{WorkerError, check};
@@ -34,6 +35,8 @@ const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 const FIRST_PACE: f64 = 1.0;
 /// How fast the measured pace follows.
 const FOLLOW: f64 = 0.2;
+/// How many blocks a load may be shorter than what is held, where a layer group lacks some.
+const MOST_SHORTER: usize = 64;
 /// Metrics are updated so often.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
 /// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
@@ -45,6 +48,7 @@ pub(crate) struct TiersShell {
     clock: Clock,
     /// Bytes of a block in the store.
     block_bytes: usize,
+    layout: KvLayout,
     /// Nanoseconds that a byte takes to load, as bits of an f64: from host memory, from disk.
     pace: Arc<[AtomicU64; 2]>,
     loads: mpsc::Sender<Load>,
@@ -86,11 +90,15 @@ fn store_error(error: baton_kv_store::StoreError) -> WorkerError {
     WorkerError::from(baton_store::OpenError::from(error))
 }
 
-/// Whose KV this is: everything that changes a bit of it.
+/// Whose KV this is.
 fn identity(node: &Node, backend: &str) -> Identity {
+    Identity { layout: node.geometry.layout.fingerprint(), numerics: numerics(&node.config, backend) }
+}
+
+/// Whatever changes a bit of KV beside its layout, which has the model and its weights.
+pub(crate) fn numerics(config: &WorkerConfig, backend: &str) -> u64 {
     let kind = backend.split([' ', '(']).next().unwrap_or(backend);
-    let told = format!("{NUMERICS} {kind} {} {:?}", node.config.tp, node.config.quantization);
-    Identity { layout: node.geometry.layout.fingerprint(), numerics: BlockName::root(&told, 0).short() }
+    BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.tp, config.quantization), 0).short()
 }
 
 impl TiersShell {
@@ -101,8 +109,10 @@ impl TiersShell {
         commands: Commands<C>,
     ) -> Result<Option<TiersShell>, WorkerError> {
         let Pool::Host(segment) = &node.pool else { return Ok(None) };
-        let copier =
-            Copier { store: Arc::clone(&store), segment: Arc::clone(segment), geometry: node.geometry.clone() };
+        let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
+        let (segment, geometry) = (Arc::clone(segment), node.geometry.clone());
+        let layout = geometry.layout.clone();
+        let copier = Copier { store: Arc::clone(&store), segment, geometry, ahead };
         let pace = Arc::new([FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits())));
         let (loads, to_load) = mpsc::channel::<Load>();
         let (saves, to_save) = mpsc::channel::<Box<Move>>();
@@ -110,19 +120,20 @@ impl TiersShell {
         // If the engine is gone, there are no blocks to free.
         std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
             for Load { what, given_up } in to_load {
-                let whole = loader.load(&what, &given_up, &paces);
+                // Whatever happens, the engine hears of it: it would never get the blocks back.
+                let whole = catch_unwind(AssertUnwindSafe(|| loader.load(&what, &given_up, &paces))).unwrap_or(false);
                 let _ = tell.post(engine_thread::Message::Tiers(Command::Loaded(what.seq, whole)));
             }
         })?;
         std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
             for what in to_save {
-                copier.save(&what);
+                let _ = catch_unwind(AssertUnwindSafe(|| copier.save(&what)));
                 let _ = commands.post(engine_thread::Message::Tiers(Command::Saved(what.seq)));
             }
         })?;
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(Some(TiersShell { store, clock, block_bytes, pace, loads, saves, loading, counted }))
+        Ok(Some(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted }))
     }
 
     /// What to load for a prompt that comes next.
@@ -130,13 +141,14 @@ impl TiersShell {
         let prefix = new.prefix.filter(|_| new.params.prompt_logprobs.is_none())?;
         let size = self.store.shape().block_size();
         let names: Vec<BlockName> = prefix.root.chain(&new.tokens, size).collect();
-        let held = self.store.held(&names);
+        let held = self.store.held_groups(&names);
         self.store.seen(names);
-        let blocks = held.len().min((new.tokens.len().saturating_sub(1)) / size as usize);
+        let most = held.len().min((new.tokens.len().saturating_sub(1)) / size as usize);
+        let blocks = usable(&self.layout, &held[..most]);
         if (blocks as u32) * size < LEAST {
             return None;
         }
-        let nanos = |tier: &Tier| f64::from_bits(self.pace[place(*tier)].load(Ordering::Relaxed));
+        let nanos = |(tier, _): &(Tier, u32)| f64::from_bits(self.pace[place(*tier)].load(Ordering::Relaxed));
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
         let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
         let tokens = new.tokens[..blocks * size as usize + 1].to_vec();
@@ -176,7 +188,9 @@ impl TiersShell {
         let size = self.store.shape().block_size();
         let moves = prefix.moves(size);
         let names: Vec<BlockName> = prefix.prefix.root.chain(&prefix.tokens[..moves as usize], size).collect();
-        let first = self.store.held(&names).len();
+        let held = self.store.held_groups(&names);
+        let there = |at: &usize| held.get(*at).is_some_and(|(_, groups)| lacks(&self.layout, moves, *at, *groups) == 0);
+        let first = (0..names.len()).take_while(there).count();
         (first < names.len()).then_some(Command::Save(prefix, first as u32))
     }
 
@@ -199,6 +213,22 @@ impl TiersShell {
     }
 }
 
+/// Of a block of a prefix of so many tokens: the layer groups that a later token sees, and that are not among these.
+fn lacks(layout: &KvLayout, tokens: u32, at: usize, groups: u32) -> u32 {
+    let seen = layout.groups.iter().map(|group| group.live(tokens, layout.block_size).contains(at as u32));
+    let seen = (0u32..).zip(seen).fold(0, |all, (group, seen)| all | u32::from(seen) << group);
+    seen & !groups
+}
+
+/// How many leading blocks a prompt can go on from, of those that are held: layer groups with a window need those that their window sees from there.
+fn usable(layout: &KvLayout, held: &[(Tier, u32)]) -> usize {
+    let whole = |blocks: &usize| {
+        let tokens = *blocks as u32 * layout.block_size;
+        (0..*blocks).all(|at| lacks(layout, tokens, at, held[at].1) == 0)
+    };
+    (1..=held.len()).rev().take(MOST_SHORTER).find(whole).unwrap_or(0)
+}
+
 fn place(tier: Tier) -> usize {
     match tier {
         Tier::Host => 0,
@@ -212,6 +242,8 @@ struct Copier {
     store: Arc<KvStore>,
     segment: Arc<Segment>,
     geometry: PoolGeometry,
+    /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
+    ahead: usize,
 }
 
 impl Copier {
@@ -248,10 +280,12 @@ impl Copier {
         let mut keys = self.keys(what).into_iter();
         let mut asked: VecDeque<(Got, Vec<BlockId>)> = VecDeque::new();
         loop {
-            while asked.len() < AHEAD
+            while asked.len() < self.ahead
                 && let Some((key, blocks)) = keys.next()
             {
-                asked.push_back((self.store.get(key), blocks));
+                if key.groups != 0 {
+                    asked.push_back((self.store.get(key), blocks));
+                }
             }
             let Some((got, blocks)) = asked.pop_front() else { return true };
             let (begun, reading) = (
@@ -279,9 +313,13 @@ impl Copier {
 
     fn copy_in(&self, mut reading: Reading, blocks: &[BlockId]) -> bool {
         let copied = reading.copy_to(|part| {
+            // Of a block that a window has passed by now, the store may have more than is wanted.
+            if is_hole(blocks[part.group]) {
+                return None;
+            }
             let (start, length) = self.part(part, blocks);
             // SAFETY: the block is lent to this load alone until it says that it is over (I3), and parts do not overlap.
-            unsafe { std::slice::from_raw_parts_mut(start, length) }
+            Some(unsafe { std::slice::from_raw_parts_mut(start, length) })
         });
         match copied {
             Ok(()) => true,

@@ -13,8 +13,8 @@ use baton_proto::v1::exchange_client::ExchangeClient;
 use baton_proto::v1::fetch_event::Event;
 use baton_runtime::metrics as names;
 use metrics::counter;
-use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{Code, Request, Status, Streaming};
 
 use super::Workers;
@@ -26,13 +26,28 @@ const BEGINS: Duration = Duration::from_millis(100);
 const PATIENCE: f64 = 4.0;
 const LEAST: Duration = Duration::from_millis(500);
 
+/// Prefixes that may be moving at a time, as far as this router has asked for them (I5).
+pub(super) const MOST: usize = 256;
+/// How long the worker that gives may take to say that it failed, after the one that takes has said so.
+const SECOND_WORD: Duration = Duration::from_millis(50);
+
 /// Ends when a fetch has begun, or when it is clear that it does not.
 pub(crate) type FetchBegins = oneshot::Receiver<()>;
 
-/// Milliseconds that a fetch may take, for a request that has so much time left. Never 0, which means no limit.
-pub(crate) fn allowed(fetch: &Fetch, left: Duration) -> u64 {
-    let patience = Duration::try_from_secs_f64(fetch.seconds * PATIENCE).unwrap_or(Duration::MAX);
-    (patience.max(LEAST).min(left).as_millis() as u64).max(1)
+/// How long a fetch may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Allowed {
+    time: Duration,
+    /// It is all that its request has left, and less than a fetch is given otherwise: that it is too little is no worker's doing.
+    cut: bool,
+}
+
+impl Allowed {
+    /// For a request that has so much time left.
+    pub fn of(fetch: &Fetch, left: Duration) -> Allowed {
+        let patience = Duration::try_from_secs_f64(fetch.seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST);
+        Allowed { time: patience.min(left), cut: left < patience }
+    }
 }
 
 /// Waits for a fetch to begin.
@@ -43,65 +58,85 @@ pub(super) async fn fetch_begins(fetch: Option<FetchBegins>) {
     }
 }
 
-/// Asks both workers, in a task of its own: what a worker fetches is of use to others even if this request ends.
-pub(super) fn begin(
-    workers: Weak<Workers>,
-    (to, from): (WorkerChannel, WorkerChannel),
-    fetch: &Fetch,
-    prefix: v1::Prefix,
-) -> FetchBegins {
-    let (begun, begins) = oneshot::channel();
-    let (limit, between) = (Duration::from_millis(prefix.deadline_ms), (fetch.from, fetch.to));
-    tokio::spawn(async move {
-        let request_id = prefix.request_id.clone();
-        let outcome = match timeout(limit, ask(to, prefix.clone())).await.unwrap_or_else(|_| late()) {
-            Err(status) => Err(("refused", status)),
-            Ok((target, fetches)) => {
-                let _ = begun.send(());
-                let moved = timeout(limit, moves(from, fetches, v1::ServeRequest { prefix: Some(prefix), target }));
-                moved.await.unwrap_or_else(|_| late()).map_err(|status| ("failed", status))
-            }
-        };
-        let (from, to) = between;
-        match &outcome {
-            Ok(tokens) => tracing::debug!(request_id, %from, %to, tokens, "prefix fetched"),
-            Err((how, status)) => {
-                tracing::debug!(request_id, %from, %to, %status, "no prefix fetched: {how}");
-                if *how == "failed" && blocked(status) {
-                    workers.upgrade().iter().for_each(|workers| workers.not_fetched(to));
-                }
-            }
-        }
-        counter!(names::FETCHES, "outcome" => outcome.map_or_else(|(how, _)| how, |_| "fetched")).increment(1);
-    });
-    begins
+/// Why a prefix did not come.
+enum Failed {
+    /// The worker that takes it lent no blocks: nothing was sent.
+    Refused(Status),
+    /// The worker that holds it gave nothing.
+    NotGiven(Status),
+    /// Both were ready, and it did not get through.
+    NotTaken(Status),
 }
 
-/// Whether KV does not get from the one worker to the other. Not where the one has it no more.
-fn blocked(status: &Status) -> bool {
-    !matches!(status.code(), Code::NotFound | Code::ResourceExhausted)
+/// What is asked of two workers.
+pub(super) struct Wish {
+    pub fetch: Fetch,
+    pub prefix: v1::Prefix,
+    pub allowed: Allowed,
+    /// Dropped when it is over.
+    pub place: OwnedSemaphorePermit,
+}
+
+/// Asks both workers, in a task of its own: what a worker fetches is of use to others even if this request ends.
+pub(super) fn begin(workers: Weak<Workers>, (to, from): (WorkerChannel, WorkerChannel), wish: Wish) -> FetchBegins {
+    let (begun, begins) = oneshot::channel();
+    let Wish { fetch, prefix, allowed, place } = wish;
+    tokio::spawn(async move {
+        let _place = place;
+        let request_id = prefix.request_id.clone();
+        let outcome = moves((to, from), prefix, Instant::now() + allowed.time, begun).await;
+        let Fetch { to, from, .. } = fetch;
+        let how = match &outcome {
+            Ok(tokens) => {
+                tracing::debug!(request_id, %from, %to, tokens, "prefix fetched");
+                "fetched"
+            }
+            Err(Failed::Refused(status)) => {
+                tracing::debug!(request_id, %from, %to, %status, "no blocks for a prefix");
+                "refused"
+            }
+            Err(Failed::NotGiven(status) | Failed::NotTaken(status)) => {
+                tracing::debug!(request_id, %from, %to, %status, "a prefix did not come");
+                "failed"
+            }
+        };
+        if matches!(outcome, Err(Failed::NotTaken(_))) && !allowed.cut {
+            workers.upgrade().iter().for_each(|workers| workers.not_fetched(to));
+        }
+        counter!(names::FETCHES, "outcome" => how).increment(1);
+    });
+    begins
 }
 
 fn late<T>() -> Result<T, Status> {
     Err(Status::new(Code::DeadlineExceeded, "it took too long"))
 }
 
-type Fetches = Streaming<v1::FetchEvent>;
-
-/// Has a worker lend blocks for a prefix: returns the target to write to.
-async fn ask(to: WorkerChannel, prefix: v1::Prefix) -> Result<(Vec<u8>, Fetches), Status> {
-    let request = Request::new(v1::FetchRequest { prefix: Some(prefix) });
-    let mut fetches = ExchangeClient::new(to).fetch(request).await?.into_inner();
-    match next(&mut fetches).await? {
-        Event::Reserved(v1::Reserved { target }) => Ok((target, fetches)),
-        Event::Fetched(_) => Err(Status::internal("the worker fetched what it was not sent")),
-    }
+/// Milliseconds until then. Never 0, which means no limit.
+fn left(until: Instant) -> u64 {
+    (until.saturating_duration_since(Instant::now()).as_millis() as u64).max(1)
 }
 
-/// Has a worker write a prefix, and waits until the other one has it. Returns its tokens.
-async fn moves(from: WorkerChannel, mut fetches: Fetches, request: v1::ServeRequest) -> Result<u32, Status> {
+type Fetches = Streaming<v1::FetchEvent>;
+
+/// Has the one worker lend blocks for a prefix, then the other one write it, and waits until the first one has it. Returns its tokens.
+async fn moves(
+    (to, from): (WorkerChannel, WorkerChannel),
+    prefix: v1::Prefix,
+    until: Instant,
+    begun: oneshot::Sender<()>,
+) -> Result<u32, Failed> {
+    let asked = v1::Prefix { deadline_ms: left(until), ..prefix.clone() };
+    // What begins later is of no use for this prompt.
+    let begins = timeout(BEGINS, lend(to, asked)).await.unwrap_or_else(|_| late());
+    let (target, mut fetches) = begins.map_err(Failed::Refused)?;
+    let _ = begun.send(());
+    let prefix = Some(v1::Prefix { deadline_ms: left(until), ..prefix });
+    let mut giver = ExchangeClient::new(from);
+    let asked = giver.serve(Request::new(v1::ServeRequest { prefix, target }));
     // Dropped with this future, which ends both.
-    let mut serves = ExchangeClient::new(from).serve(Request::new(request)).await?.into_inner();
+    let asked = timeout_at(until, asked).await.unwrap_or_else(|_| late());
+    let mut serves = asked.map_err(Failed::NotGiven)?.into_inner();
     let served = async {
         match serves.message().await {
             Err(status) => status,
@@ -109,13 +144,29 @@ async fn moves(from: WorkerChannel, mut fetches: Fetches, request: v1::ServeRequ
             Ok(_) => std::future::pending().await,
         }
     };
+    tokio::pin!(served);
     tokio::select! {
         biased;
-        fetched = next(&mut fetches) => match fetched? {
-            Event::Fetched(v1::Fetched { tokens }) => Ok(tokens),
-            Event::Reserved(_) => Err(Status::internal("the worker lent blocks twice")),
+        fetched = timeout_at(until, next(&mut fetches)) => match fetched.unwrap_or_else(|_| late()) {
+            Ok(Event::Fetched(v1::Fetched { tokens })) => Ok(tokens),
+            Ok(Event::Reserved(_)) => Err(Failed::NotTaken(Status::internal("the worker lent blocks twice"))),
+            // A worker that gives and dies is seen by the one that takes first.
+            Err(status) => Err(match timeout(SECOND_WORD, &mut served).await {
+                Ok(status) => Failed::NotGiven(status),
+                Err(_) => Failed::NotTaken(status),
+            }),
         },
-        status = served => Err(status),
+        status = &mut served => Err(Failed::NotGiven(status)),
+    }
+}
+
+/// Has a worker lend blocks for a prefix: returns the target to write to.
+async fn lend(to: WorkerChannel, prefix: v1::Prefix) -> Result<(Vec<u8>, Fetches), Status> {
+    let request = Request::new(v1::FetchRequest { prefix: Some(prefix) });
+    let mut fetches = ExchangeClient::new(to).fetch(request).await?.into_inner();
+    match next(&mut fetches).await? {
+        Event::Reserved(v1::Reserved { target }) => Ok((target, fetches)),
+        Event::Fetched(_) => Err(Status::internal("the worker fetched what it was not sent")),
     }
 }
 
@@ -138,8 +189,12 @@ mod tests {
     #[test]
     fn a_fetch_may_take_a_few_times_what_is_predicted_and_no_longer_than_its_request() {
         let fetch = |seconds| Fetch { to: WorkerId(1), from: WorkerId(2), tokens: 64, seconds };
-        let of = |seconds, left| allowed(&fetch(seconds), Duration::from_millis(left));
-        assert_eq!([of(0.01, 9000), of(1.0, 9000), of(1.0, 700), of(1.0, 0)], [500, 4000, 700, 1]);
-        assert_eq!([of(f64::NAN, 700), of(1e300, 700)], [700, 700]);
+        let of = |seconds, left| {
+            let Allowed { time, cut } = Allowed::of(&fetch(seconds), Duration::from_millis(left));
+            (time.as_millis(), cut)
+        };
+        assert_eq!([of(0.01, 9000), of(1.0, 9000), of(1.0, 700)], [(500, false), (4000, false), (700, true)]);
+        assert_eq!([of(f64::NAN, 700), of(1e300, 700)], [(700, true), (700, true)]);
+        assert_eq!(left(Instant::now()), 1, "0 would be no limit");
     }
 }

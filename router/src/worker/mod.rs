@@ -27,7 +27,7 @@ use baton_runtime::config::format_duration;
 use baton_runtime::metrics as names;
 use baton_types::{RequestId, WorkerId, random_u64};
 use metrics::{counter, gauge};
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -38,7 +38,8 @@ use crate::trace::Traces;
 use held::{BLOCKS, HeldBlocks};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
-pub(crate) use fetch::{FetchBegins, allowed};
+use fetch::Wish;
+pub(crate) use fetch::{Allowed, FetchBegins};
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
 pub(crate) use look::Seen;
 
@@ -55,6 +56,8 @@ pub(crate) struct Workers {
     followers: Mutex<Followers>,
     /// What each worker holds.
     held: HeldBlocks,
+    /// Places for prefixes that move.
+    fetches: Arc<Semaphore>,
     /// Placements so far.
     turn: AtomicUsize,
     explanations: Explanations,
@@ -141,6 +144,7 @@ impl Workers {
             fleet: Mutex::new(fleet),
             followers: Mutex::default(),
             held: HeldBlocks::new(BLOCKS),
+            fetches: Arc::new(Semaphore::new(fetch::MOST)),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
             traces,
@@ -263,11 +267,12 @@ impl Workers {
         Placement { chosen, number }
     }
 
-    /// Has a worker take a prefix from another one, if both are there.
-    pub fn fetch(self: &Arc<Self>, fetch: &Fetch, prefix: v1::Prefix) -> Option<FetchBegins> {
+    /// Has a worker take a prefix from another one, if both are there and not too many move.
+    pub fn fetch(self: &Arc<Self>, fetch: Fetch, prefix: v1::Prefix, allowed: Allowed) -> Option<FetchBegins> {
         let table = self.table();
         let [to, from] = [fetch.to, fetch.from].map(|worker| table.channels.get(&worker).cloned());
-        Some(fetch::begin(Arc::downgrade(self), (to?, from?), fetch, prefix))
+        let place = Arc::clone(&self.fetches).try_acquire_owned().ok()?;
+        Some(fetch::begin(Arc::downgrade(self), (to?, from?), Wish { fetch, prefix, allowed, place }))
     }
 
     fn not_fetched(&self, to: WorkerId) {

@@ -50,7 +50,8 @@ impl Store {
         }
         // TinyLFU: it has to be worth more than the block it would replace.
         let full = disk.segments.used() >= disk.segments.capacity();
-        let replaced = self.victim(Tier::Disk).filter(|_| full && self.config.policy == Policy::TinyLfu);
+        let compares = full && self.config.policy == Policy::TinyLfu;
+        let replaced = if compares { self.victim(Tier::Disk) } else { None };
         replaced.is_none_or(|replaced| uses > self.sketch.count(replaced))
     }
 

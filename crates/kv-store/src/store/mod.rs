@@ -165,6 +165,12 @@ impl Store {
         prompt.iter().map_while(|name| self.tier(*name)).collect()
     }
 
+    /// The same, and which layer groups of each block are held.
+    pub fn held_groups(&self, prompt: &[BlockName]) -> Vec<(Tier, u32)> {
+        let held = |name: &BlockName| Some((self.tier(*name)?, self.index.get(*name)?.groups));
+        prompt.iter().map_while(held).collect()
+    }
+
     /// Every block in every tier: what somebody who has missed events has to know.
     pub fn snapshot(&self) -> impl Iterator<Item = (BlockName, Tier)> {
         self.index.all().flat_map(|(name, node)| {

@@ -16,7 +16,7 @@ fn copier(first: u8, store: &Arc<KvStore>) -> Copier {
     let bytes: Vec<u8> = (0..geometry.bytes()).map(|at| first.wrapping_add((at / 3) as u8)).collect();
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
-    Copier { store: Arc::clone(store), segment, geometry }
+    Copier { store: Arc::clone(store), segment, geometry, ahead: 2 }
 }
 
 fn store() -> Arc<KvStore> {
@@ -61,6 +61,38 @@ fn what_is_saved_from_one_pool_is_loaded_into_another() {
     let mut other = what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]]);
     other.prefix.tokens[1] = 77;
     assert!(!load(&to, &other), "another prompt");
+}
+
+/// A block was saved when its window still saw it, and is loaded when it sees it no more.
+#[test]
+fn what_the_store_has_and_nobody_wants_stays_there() {
+    let store = store();
+    let (from, to) = (copier(1, &store), copier(99, &store));
+    from.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    assert!(load(&to, &what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]])));
+    for (group, source, target) in [(0, 3, 6), (0, 0, 2), (1, 5, 4)] {
+        assert_eq!(bytes(&to, group, BlockId(target)), bytes(&from, group, BlockId(source)), "group {group}");
+    }
+    assert!(load(&to, &what([[HOLE, BlockId(2)], [HOLE, BlockId(4)]])), "nothing of the first block is wanted");
+}
+
+/// Layer group 1 of the tiny layout sees four tokens before the next one: a block.
+#[test]
+fn a_prompt_goes_on_from_where_each_window_is_whole() {
+    let layout = tiny_layout(4);
+    let of = |groups: &[u32]| usable(&layout, &groups.iter().map(|groups| (Tier::Host, *groups)).collect::<Vec<_>>());
+    assert_eq!([of(&[1, 1, 3]), of(&[1, 3, 1]), of(&[1, 1, 1]), of(&[2, 3, 3]), of(&[])], [3, 2, 0, 0, 0]);
+    assert_eq!([lacks(&layout, 12, 2, 1), lacks(&layout, 12, 1, 1), lacks(&layout, 12, 1, 0)], [2, 0, 1]);
+}
+
+/// Of a move, the names follow from all blocks before it.
+#[test]
+fn keys_begin_where_the_move_does() {
+    let copier = copier(1, &store());
+    let moved = what([[BlockId(3), BlockId(0)], [HOLE, BlockId(5)]]);
+    let names: Vec<BlockName> = BlockName::default().chain(&moved.prefix.tokens, 4).collect();
+    let keys: Vec<_> = copier.keys(&moved).into_iter().map(|(key, _)| (key.parent, key.name, key.groups)).collect();
+    assert_eq!(keys, [(names[0], names[1], 0b01), (names[1], names[2], 0b11)]);
 }
 
 /// I2
