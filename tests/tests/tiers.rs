@@ -9,6 +9,7 @@ use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::cluster::client::{prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, models, wait};
+use baton_tests::tiny;
 use rustix::process::Signal;
 
 /// Prompt tokens: 20 blocks and some.
@@ -20,10 +21,15 @@ const POOL: u64 = 50;
 
 /// A worker without peers, with a small pool, and host memory for so many blocks; with a disk if there is a folder.
 fn options(model: &Path, host: u64, disk: Option<&Path>) -> anyhow::Result<ClusterOptions> {
+    options_with(POOL, model, host, disk)
+}
+
+/// The same, with a pool of so many blocks.
+fn options_with(pool: u64, model: &Path, host: u64, disk: Option<&Path>) -> anyhow::Result<ClusterOptions> {
     let block = models::block_bytes(model)?;
     let bytes = |blocks: u64| format!("{}B", blocks * block);
     // A slot is a little larger than its block.
-    let mut args = vec!["--kv-memory".to_owned(), bytes(POOL), "--kv-host".to_owned(), bytes(host * 3)];
+    let mut args = vec!["--kv-memory".to_owned(), bytes(pool), "--kv-host".to_owned(), bytes(host * 3)];
     if let Some(folder) = disk {
         args.extend(["--kv-disk".to_owned(), folder.display().to_string()]);
         args.extend(["--kv-disk-size".to_owned(), "64MiB".to_owned()]);
@@ -48,6 +54,14 @@ fn all(cluster: &Cluster) -> anyhow::Result<(Vec<Vec<u32>>, Vec<u32>)> {
         cluster.wait_idle()?;
     }
     Ok(answers.into_iter().unzip())
+}
+
+/// All answers, once what they leave is on disk.
+fn all_on_disk(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u32>>> {
+    let (answers, _) = all(cluster)?;
+    let blocks = 20.0 * PROMPTS as f64;
+    wait(|| (metric(cluster, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= blocks).then_some(()))?;
+    Ok(answers)
 }
 
 fn metric(cluster: &Cluster, name: &str, labels: &str) -> anyhow::Result<f64> {
@@ -78,10 +92,7 @@ fn a_restarted_worker_finds_what_was_on_disk() -> anyhow::Result<()> {
     let (model, folder) = (models::slow()?, tempfile::tempdir()?);
     let start = || Cluster::start(options(model.path(), 200, Some(folder.path()))?);
     let cluster = start()?;
-    let (want, _) = all(&cluster)?;
-    all(&cluster)?;
-    let blocks = 20.0 * PROMPTS as f64;
-    wait(|| (metric(&cluster, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= blocks).then_some(()))?;
+    let want = all_on_disk(&cluster)?;
     let comes_back = |cluster: &Cluster| {
         let (got, cached) = all(cluster)?;
         ensure!(got == want, "I1: {got:?} instead of {want:?}");
@@ -106,10 +117,7 @@ fn what_is_damaged_on_disk_is_computed_again() -> anyhow::Result<()> {
     let (model, folder) = (models::slow()?, tempfile::tempdir()?);
     let start = || Cluster::start(options(model.path(), 200, Some(folder.path()))?);
     let cluster = start()?;
-    let (want, _) = all(&cluster)?;
-    all(&cluster)?;
-    let blocks = 20.0 * PROMPTS as f64;
-    wait(|| (metric(&cluster, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= blocks).then_some(()))?;
+    let want = all_on_disk(&cluster)?;
     cluster.stop()?;
     // Every 5,000th byte: some of each block.
     let mut flipped = 0;
@@ -139,6 +147,41 @@ fn files(folder: &Path) -> anyhow::Result<Vec<std::path::PathBuf>> {
         if path.is_dir() { found.extend(files(&path)?) } else { found.push(path) }
     }
     Ok(found)
+}
+
+/// Layers with a window keep only what the next token sees: a conversation whose turns go on after they left the pool is loaded as far as each layer
+/// group has what is needed, and answered as if all were computed.
+#[test]
+fn a_model_with_windows_goes_on_from_what_was_saved() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let config =
+        tiny::configs()?.into_iter().find(|config| config.name.starts_with("gemma3")).context("a tiny model")?;
+    config.write(folder.path())?;
+    let talk = |cluster: &Cluster| -> anyhow::Result<Vec<Vec<u32>>> {
+        let (client, mut answers) = (cluster.client()?, Vec::new());
+        for turn in 1..=5 {
+            for which in 0..4u64 {
+                // Each turn has all tokens of the one before.
+                let tokens = prompt(60 * turn, which);
+                answers.push(cluster.block_on(client.ask(sampled(tokens, 6, which)))?.ids);
+                cluster.wait_idle()?;
+            }
+        }
+        Ok(answers)
+    };
+    // With a pool for one conversation, and for all.
+    let small = options_with(40, folder.path(), 400, None)?;
+    let large = ClusterOptions { aggregated: true, ..ClusterOptions::new(folder.path()) };
+    let cluster = Cluster::start(large)?;
+    let want = talk(&cluster)?;
+    cluster.stop()?;
+    let cluster = Cluster::start(small)?;
+    let got = talk(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
+    ensure!(loaded > 0.0, "nothing was loaded");
+    cluster.wait_idle()?;
+    cluster.stop()
 }
 
 /// Split, too: a prompt that comes again is loaded by the prefill worker, or by the decode worker before its handoff.
