@@ -16,7 +16,7 @@ use baton_types::{BlockId, SeqId, Time};
 use crate::submit::{Desk, clear};
 
 /// Most loads, and most saves, at a time (I5).
-const MOST: usize = 16;
+pub(crate) const MOST: usize = 16;
 /// How long a save may take, in milliseconds: its blocks are in use until then.
 const SAVE_MS: u64 = 10_000;
 

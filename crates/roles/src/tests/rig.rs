@@ -43,23 +43,8 @@ impl<R: RoleCore> Rig<R> {
 
     /// A worker whose prefix cache has at most this many blocks of tokens.
     pub fn caching(max_blocks: u32, make: impl FnOnce(Arc<KvLayout>) -> R) -> Rig<R> {
-        let geometry = PoolGeometry::uniform(tiny_layout(BLOCK), 12);
-        let config = EngineConfig {
-            token_budget: 16,
-            chunk: 16,
-            pack_tokens: u32::MAX,
-            max_running: 2,
-            max_waiting: 2,
-            context_tokens: 40,
-            local_prefill_tokens: 0,
-            reserve_ahead: 16,
-            order: Order::default(),
-            overtakes: 0,
-            cache: CacheConfig { max_blocks, ..CacheConfig::default() },
-            swap: SwapConfig::default(),
-        };
-        let mut engine = Engine::new(config, &geometry).unwrap();
-        engine.note_ended();
+        let geometry = geometry();
+        let engine = engine(max_blocks, &geometry);
         let layout = Arc::new(geometry.layout.clone());
         let core = WorkerCore::new(engine, make(layout.clone()), layout, LEASE, false);
         let (model, said, exchanged) = (FakeModel::new(geometry, VOCAB), Vec::new(), Vec::new());
@@ -110,6 +95,31 @@ impl<R: RoleCore> Rig<R> {
         let b = self.core.engine().counts();
         format!("{} used {} lent {} aside", b.used, b.lent, b.quarantined)
     }
+}
+
+pub(super) fn geometry() -> PoolGeometry {
+    PoolGeometry::uniform(tiny_layout(BLOCK), 12)
+}
+
+/// An engine whose prefix cache has at most this many blocks of tokens.
+pub(super) fn engine(max_blocks: u32, geometry: &PoolGeometry) -> Engine {
+    let config = EngineConfig {
+        token_budget: 16,
+        chunk: 16,
+        pack_tokens: u32::MAX,
+        max_running: 2,
+        max_waiting: 2,
+        context_tokens: 40,
+        local_prefill_tokens: 0,
+        reserve_ahead: 16,
+        order: Order::default(),
+        overtakes: 0,
+        cache: CacheConfig { max_blocks, ..CacheConfig::default() },
+        swap: SwapConfig::default(),
+    };
+    let mut engine = Engine::new(config, geometry).unwrap();
+    engine.note_ended();
+    engine
 }
 
 pub(super) fn request(start: Start, tokens: u32) -> Box<NewSequence> {

@@ -3,9 +3,9 @@
 use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
 use baton_types::RequestId;
 
-use super::rig::{BLOCK, LEASE, Rig, VOCAB, request};
-use crate::tiers::{Command, Effect, Move};
-use crate::{Decode, Input, Ticket, decode};
+use super::rig::{BLOCK, LEASE, Rig, VOCAB, engine, geometry, request};
+use crate::tiers::{Command, Effect, MOST, Move, Tiers};
+use crate::{Decode, Desk, Input, Ticket, decode};
 
 fn rig() -> Rig<Decode> {
     Rig::caching(100, |_| Decode::new(LEASE, VOCAB))
@@ -108,8 +108,53 @@ fn what_an_answer_leaves_is_offered_and_held_while_it_is_saved() {
     let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
     assert_eq!((what.first, what.blocks[0].len()), (1, 1), "the store has the first block");
     assert!(!rig.core.engine().idle());
-    give(&mut rig, Command::Saved(what.seq));
+    assert_eq!(give(&mut rig, Command::Saved(what.seq)), [], "what was saved is not offered again");
     assert!(rig.core.engine().idle());
+}
+
+/// Of a prompt that ended before it was computed, what is computed is offered, and no more.
+#[test]
+fn no_more_is_offered_than_was_computed() {
+    let mut rig = rig();
+    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 30) };
+    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+    rig.input(Input::Turn);
+    let seq = rig.said.iter().find_map(|effect| match effect {
+        decode::Effect::Accepted { outcome: Ok(seq), .. } => Some(*seq),
+        _ => None,
+    });
+    rig.input(Input::Command(decode::Command::Cancel(seq.unwrap())));
+    let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
+    assert_eq!((left.tokens.len(), left.moves(BLOCK)), (17, 16), "a chunk of sixteen tokens");
+}
+
+/// I5
+#[test]
+fn few_are_saved_at_a_time() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
+    let saves = (0..40).filter(|_| !give(&mut rig, Command::Save(left.clone(), 0)).is_empty()).count();
+    assert_eq!(saves, MOST);
+}
+
+#[test]
+fn what_is_sooner_computed_is_not_loaded() {
+    for (computes, seconds, loads) in [(0.0, 1.0, true), (0.2, 0.1, true), (0.1, 0.2, false)] {
+        let (mut engine, mut events) = (engine(100, &geometry()), Vec::new());
+        let desk = Desk { engine: &mut engine, events: &mut events, draining: false };
+        let mut tiers = Tiers::default();
+        let command = Command::Load { prefix: prefix(), seconds };
+        tiers.command(
+            desk,
+            command,
+            |from, to| if (from, to) == (0, 8) { computes } else { 9.0 },
+            Time(0),
+            &mut Vec::new(),
+        );
+        assert_eq!(!events.is_empty(), loads, "{computes} s to compute, {seconds} s to load");
+    }
 }
 
 /// I3: its blocks stay aside until the store's thread has read them.
@@ -129,12 +174,18 @@ fn a_save_that_takes_too_long_keeps_its_blocks_aside() {
 }
 
 #[test]
-fn nothing_moves_while_the_worker_drains() {
+fn nothing_is_saved_while_the_worker_drains() {
     let mut rig = rig();
     prompt(&mut rig);
     finish(&mut rig);
     let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
     rig.input(Input::Drain);
-    assert_eq!(load(&mut rig), None);
     assert_eq!(give(&mut rig, Command::Save(left.clone(), 0)), []);
+}
+
+#[test]
+fn nothing_is_loaded_while_the_worker_drains() {
+    let mut rig = rig();
+    rig.input(Input::Drain);
+    assert_eq!(load(&mut rig), None);
 }
