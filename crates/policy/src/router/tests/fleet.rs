@@ -8,7 +8,7 @@ use baton_membership::{Member, Role, View};
 
 use super::*;
 use crate::kv_index::Holder;
-use crate::placement::{LeastLoaded, Predicted, Slo};
+use crate::placement::{LeastLoaded, Links, Predicted, Slo};
 
 fn member(id: WorkerId, role: Role) -> Member {
     Member {
@@ -429,4 +429,56 @@ fn batch_work_is_in_the_way_of_batch_requests_alone() {
     };
     assert!((1.0..2.0).contains(&queue(Class::Interactive)));
     assert!(queue(Class::Batch) > 9.0);
+}
+
+/// A worker that fetches a prefix has the rest to compute: the next prompt waits for that. While its network lets nothing through, it fetches none.
+#[test]
+fn what_is_fetched_is_no_work_and_what_does_not_come_is_left_alone() {
+    let cost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
+    let exchanging = |id, role| Member { exchanges: 9, ..member(id, role) };
+    let members = vec![exchanging(D1, Role::Decode), exchanging(P1, Role::Prefill), exchanging(P2, Role::Prefill)];
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+    fleet.update(view(members));
+    let tell = |fleet: &mut Fleet, at| {
+        for (id, tokens) in [(D1, 0), (P1, 40_000), (P2, 0)] {
+            let work = StepWork { tokens, ..StepWork::default() };
+            fleet.told(id, Backlog { work, room: 9000, step_tokens: 512, cost, ..Backlog::default() }, 2, at);
+            fleet.linked(id, Links::new(1 << 10, [].into_iter()));
+        }
+    };
+    let (now, later) = (Instant::now(), Instant::now() + Duration::from_secs(31));
+    tell(&mut fleet, now);
+    let holds = [Holder { worker: P1, blocks: 200 }];
+    let place = |fleet: &mut Fleet, first: u64, now| {
+        // Names of another prompt each time, of which the busy worker holds most.
+        let names = (0..250).map(|at| BlockName(u128::from(first * 1000 + at))).collect();
+        fleet.place(&Ask { names, tokens: 4000, ..ask() }, &holds, now).unwrap()
+    };
+    let chosen = place(&mut fleet, 1, now);
+    assert_eq!(chosen.fetch.map(|fetch| (fetch.to, fetch.tokens)), Some((P2, 3200)));
+    // 800 tokens in two steps, of this router and as many of the other one, and a share for those that overtake.
+    let waits = place(&mut fleet, 2, now).why.unwrap().terms.queue;
+    assert!((0.3..0.6).contains(&waits), "{waits} s behind 800 tokens; 4,000 would be 1.9");
+    fleet.not_fetched(P2, now);
+    assert_eq!(place(&mut fleet, 3, now).fetch, None);
+    tell(&mut fleet, later);
+    assert!(place(&mut fleet, 4, later).fetch.is_some());
+}
+
+/// The told time from token to token follows what is measured in both directions; what an SLO is compared with only grows.
+#[test]
+fn predictions_that_are_too_long_are_told_shorter_and_kept_careful() {
+    let cost = StepCost { base: 10e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+    fleet.update(view(two_and_two()));
+    let now = Instant::now();
+    for id in [D1, D2, P1, P2] {
+        fleet.told(id, Backlog { room: 1000, step_tokens: 512, cost, ..Backlog::default() }, 1, now);
+    }
+    let terms = |fleet: &mut Fleet| fleet.place(&ask(), &[], now).unwrap().why.unwrap().terms;
+    let before = terms(&mut fleet);
+    (0..500).for_each(|_| fleet.measured(&before, None, Some(0.8 * before.later)));
+    let after = terms(&mut fleet);
+    assert!(after.expected < 0.9 * before.expected, "{before:?} {after:?}");
+    assert!(after.token >= before.token, "{before:?} {after:?}");
 }
