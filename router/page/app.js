@@ -64,10 +64,19 @@ function watch() {
   };
 }
 
+/** An id may hold a percent sign that stands for itself. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 function show() {
   const [, name = "cluster", ...rest] = location.hash.split("/");
   const kind = VIEWS[name] ? name : "cluster";
-  const argument = decodeURIComponent(rest.join("/"));
+  const argument = decoded(rest.join("/"));
   for (const link of document.querySelectorAll("nav a")) {
     if (link.dataset.view === kind) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -91,12 +100,21 @@ function theme() {
     else document.documentElement.dataset.theme = name;
     say(button, `Theme: ${name}`);
   };
-  let now = localStorage.getItem("theme") ?? "system";
+  let now = "system";
+  try {
+    now = localStorage.getItem("theme") ?? now;
+  } catch {
+    // Storage is blocked: the theme is chosen anew each time.
+  }
   apply(now);
   button.addEventListener("click", () => {
     now = order[(order.indexOf(now) + 1) % order.length];
-    localStorage.setItem("theme", now);
     apply(now);
+    try {
+      localStorage.setItem("theme", now);
+    } catch {
+      // As above.
+    }
   });
 }
 

@@ -2,6 +2,7 @@
 
 import { bytes, count, few, h, head, rate, s, say, seconds, set } from "./dom.js";
 
+const RETRY = 2000;
 const WAIT = 200;
 
 function field(id, name, control, hint) {
@@ -66,7 +67,10 @@ export function calculator() {
   }
 
   async function begin() {
-    const known = await (await fetch("/page/models")).json();
+    const told = await fetch("/page/models");
+    // The router is starting.
+    if (!told.ok) return setTimeout(again, RETRY);
+    const known = await told.json();
     const names = [...known.served.filter((one) => one.config).map((one) => [one.name, `${one.name} (served here)`]), ...known.shapes.map((name) => [name]), ["config.json", "a config.json…"]];
     of.model.append(...names.map(([value, name]) => h("option", { value }, name ?? value)));
     of.kv_type.append(...known.kv_types.map((value) => h("option", { value, selected: value === "f16" }, value)));
@@ -77,7 +81,8 @@ export function calculator() {
     clearTimeout(timer);
     timer = setTimeout(ask, WAIT);
   });
-  begin().catch(() => say(error, "the router does not answer"));
+  const again = () => begin().catch(() => say(error, "the router does not answer"));
+  again();
   return { node };
 }
 

@@ -53,12 +53,17 @@ export function requests() {
     if (answer.choices.some((choice) => choice.outcome === "running")) timer = setTimeout(() => load(id), AGAIN);
   }
 
+  function close() {
+    asked = null;
+    clearTimeout(timer);
+  }
+
   function update(now) {
     show(now.requests, (one) => `${one.request} ${one.choice}`);
     for (const tr of body.children) set(tr, "aria-selected", tr.dataset.request === asked);
     none.hidden = now.requests.length > 0;
   }
-  return { node, update, open: load, close: () => clearTimeout(timer) };
+  return { node, update, open: load, close };
 }
 
 const hint = () => h("section", { class: "card" }, h("h2", null, "One request"), h("p", { class: "muted" },

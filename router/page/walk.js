@@ -68,7 +68,7 @@ export function walk(store) {
     const known = await (await fetch("/page/models")).json();
     const served = known.served.find((one) => one.config);
     const worker = store.now?.workers.find((one) => one.role === "decode");
-    if (served) story.model = { name: served.name, config: served.config, block_size: worker?.block_size || USUAL.block_size };
+    if (served) story.model = { name: served.name, config: served.config, block_size: [16, 32].includes(worker?.block_size) ? worker.block_size : USUAL.block_size };
     story.frames = frames(story.model.block_size);
     draw();
   }

@@ -117,13 +117,13 @@ impl ServedModel {
         self.tokenizer().eos_ids()
     }
 
-    /// A detokeniser for one answer. Special tokens have no text, except the call marker when `calls` is true.
     /// The beginning of a prompt, for people.
     pub(crate) fn beginning(&self, prompt: &[u32]) -> String {
         let tokens = &prompt[..prompt.len().min(SHOWN)];
         self.tokenizer().decode(tokens, false).unwrap_or_default()
     }
 
+    /// A detokeniser for one answer. Special tokens have no text, except the call marker when `calls` is true.
     pub(crate) fn text_stream(&self, calls: bool) -> TextStream {
         self.tokenizer().stream(true).keeping(self.call_marker.filter(|_| calls))
     }

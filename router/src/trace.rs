@@ -281,7 +281,7 @@ impl Trace {
         };
         let prefilled = state.marks.iter().rev().find(|(_, mark)| matches!(mark, Mark::FirstToken)).map(|(at, _)| *at);
         let tail = state.handoff.as_ref().zip(prefilled).map(|(done, at)| seconds(done.at.saturating_sub(at)));
-        let ended = state.end.as_ref().map(|(at, end)| (seconds(*at), matches!(end, End::Finished(_))));
+        let ended = state.end.as_ref().map(|(at, end)| (seconds(*at), end.how()));
         Times { tokens: state.tokens.clone(), mean, tail, ended }
     }
 
@@ -361,8 +361,8 @@ pub(crate) struct Times {
     pub mean: Option<f64>,
     /// From the first token until the KV was handed over.
     pub tail: Option<f64>,
-    /// When it ended, and whether without an error.
-    pub ended: Option<(f64, bool)>,
+    /// When it ended, and how.
+    pub ended: Option<(f64, How)>,
 }
 
 impl Handoff {
@@ -379,7 +379,24 @@ impl Handoff {
     }
 }
 
+/// How an answer ended, for statistics.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum How {
+    Answered,
+    /// The client wanted no more.
+    Cancelled,
+    Failed,
+}
+
 impl End {
+    fn how(&self) -> How {
+        match self {
+            End::Finished(FinishReason::Cancelled) => How::Cancelled,
+            End::Finished(_) => How::Answered,
+            End::Failed(_) => How::Failed,
+        }
+    }
+
     fn word(&self) -> &'static str {
         match self {
             End::Finished(FinishReason::Cancelled) => "cancelled",
@@ -456,7 +473,7 @@ mod tests {
         assert_eq!(one["marks"].as_array().unwrap().last().unwrap()["why"], "it went away");
         assert!(one["prompt"].is_null(), "prompts are shown only if they were given");
         let times = trace.times();
-        assert_eq!((times.mean, times.tail, times.ended), (Some(0.005), Some(0.005), Some((0.015, true))));
+        assert_eq!((times.mean, times.tail, times.ended), (Some(0.005), Some(0.005), Some((0.015, How::Answered))));
         assert!(traces.of("s").is_empty());
     }
 

@@ -25,7 +25,7 @@ const RECENT: Duration = Duration::from_secs(60);
 pub(super) async fn take(models: &Models, targets: Targets, since: Instant) -> Value {
     let (mut workers, mut links, mut loads, mut requests, mut handoffs) =
         <(Vec<_>, Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
-    let (mut aged, mut full) = (Vec::new(), false);
+    let (mut aged, mut known) = (Vec::new(), since.elapsed().as_secs_f64());
     for served in models.all() {
         let statuses = served.workers.statuses().await;
         let now = Instant::now();
@@ -36,7 +36,11 @@ pub(super) async fn take(models: &Models, targets: Targets, since: Instant) -> V
             links.extend(status.into_iter().flat_map(|status| peers(seen.member.id, status)));
         }
         let traces = served.workers.traces().latest();
-        full |= traces.len() >= MOST;
+        // Older ones of this model were forgotten.
+        if traces.len() >= MOST {
+            let ages = traces.iter().map(|trace| now.saturating_duration_since(trace.received()).as_secs_f64());
+            known = known.min(ages.fold(0.0, f64::max));
+        }
         for trace in traces.iter().rev() {
             let age = now.saturating_duration_since(trace.received());
             aged.push(Aged { age: age.as_secs_f64(), times: trace.times() });
@@ -45,7 +49,7 @@ pub(super) async fn take(models: &Models, targets: Targets, since: Instant) -> V
             handoffs.extend(done.filter(|(age, _)| *age < RECENT));
         }
     }
-    let stats = Stats::of(&aged, full, since.elapsed().as_secs_f64(), targets);
+    let stats = Stats::of(&aged, known, targets);
     let lately = Lately { first_tokens: &stats.first, tokens: &stats.gaps, tails: &stats.tails };
     let found = bottleneck(&loads, lately, targets);
     let running = aged.iter().filter(|trace| trace.times.ended.is_none()).count();

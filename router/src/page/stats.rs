@@ -3,7 +3,7 @@
 use baton_policy::Targets;
 use serde_json::{Value, json};
 
-use crate::trace::Times;
+use crate::trace::{How, Times};
 
 /// Seconds that are looked back, at most.
 const WINDOW: f64 = 60.0;
@@ -36,11 +36,9 @@ pub(super) struct Stats {
 }
 
 impl Stats {
-    /// Of these traces. `full`: older ones were forgotten, so that nothing is known from before the oldest. `since`: seconds that the router
-    /// runs.
-    pub fn of(traces: &[Aged], full: bool, since: f64, targets: Targets) -> Stats {
-        let oldest = traces.iter().map(|trace| trace.age).fold(0.0, f64::max);
-        let window = if full { oldest.min(WINDOW) } else { WINDOW.min(since) };
+    /// Of these traces. `known`: for how many seconds back all requests are known. Before that, some were forgotten, or the router did not run.
+    pub fn of(traces: &[Aged], known: f64, targets: Targets) -> Stats {
+        let window = WINDOW.min(known);
         let mut stats = Stats { window, ..Stats::default() };
         let all: usize = traces.iter().map(|trace| trace.times.tokens.len()).sum();
         let (each, mut number) = (all.div_ceil(GAPS).max(1), 0);
@@ -61,13 +59,14 @@ impl Stats {
             }
             stats.tails.extend(times.tail.filter(|_| first.is_some_and(|at| at >= begin)));
             match times.ended {
-                Some((at, true)) if at >= begin => {
+                Some((at, How::Failed)) if at >= begin => stats.failed += 1,
+                Some((at, how)) if at >= begin => {
                     stats.ended += 1;
-                    let good = first.is_none_or(|first| first <= targets.first_token)
+                    // Who left before the first token may have waited too long for it.
+                    let good = first.map_or(how == How::Answered, |first| first <= targets.first_token)
                         && times.mean.is_none_or(|mean| mean <= targets.token);
                     stats.good += u64::from(good);
                 }
-                Some((at, false)) if at >= begin => stats.failed += 1,
                 _ => {}
             }
         }
@@ -108,7 +107,7 @@ mod tests {
 
     const TARGETS: Targets = Targets { first_token: 0.5, token: 0.1 };
 
-    fn aged(age: f64, tokens: &[u32], ended: Option<(f64, bool)>) -> Aged {
+    fn aged(age: f64, tokens: &[u32], ended: Option<(f64, How)>) -> Aged {
         let mean = (tokens.len() > 1)
             .then(|| f64::from(tokens[tokens.len() - 1] - tokens[0]) * 1e-6 / (tokens.len() - 1) as f64);
         Aged { age, times: Times { tokens: tokens.to_vec(), mean, tail: Some(0.01), ended } }
@@ -118,13 +117,18 @@ mod tests {
     fn only_the_window_counts_and_goodput_meets_both_targets() {
         let traces = [
             aged(100.0, &[1_000_000, 99_000_000], None),
-            aged(50.0, &[200_000, 250_000], Some((0.25, true))),
-            aged(20.0, &[900_000, 950_000], Some((1.0, true))),
-            aged(10.0, &[100_000, 400_000], Some((0.4, true))),
-            aged(5.0, &[], Some((0.1, false))),
+            aged(50.0, &[200_000, 250_000], Some((0.25, How::Answered))),
+            aged(20.0, &[900_000, 950_000], Some((1.0, How::Answered))),
+            aged(10.0, &[100_000, 400_000], Some((0.4, How::Answered))),
+            aged(5.0, &[], Some((0.1, How::Failed))),
+            aged(9.0, &[], Some((8.0, How::Cancelled))),
         ];
-        let stats = Stats::of(&traces, false, 1000.0, TARGETS);
-        assert_eq!((stats.window, stats.ended, stats.good, stats.failed), (60.0, 3, 1, 1));
+        let stats = Stats::of(&traces, 1000.0, TARGETS);
+        assert_eq!(
+            (stats.window, stats.ended, stats.good, stats.failed),
+            (60.0, 4, 1, 1),
+            "who gave up got nothing good"
+        );
         assert_eq!(stats.first, [0.1, 0.2, 0.9], "one came before the window");
         assert_eq!((stats.tokens, stats.gaps.len(), stats.gaps[3]), (7, 4, 98.0));
         assert_eq!(stats.tails.len(), 3);
@@ -138,7 +142,7 @@ mod tests {
     fn of_many_tokens_some_are_looked_at() {
         let tokens: Vec<u32> = (0..2000).map(|at| at * 1000).collect();
         let traces: Vec<Aged> = (0..100).map(|_| aged(3.0, &tokens, None)).collect();
-        let stats = Stats::of(&traces, false, 1000.0, TARGETS);
+        let stats = Stats::of(&traces, 1000.0, TARGETS);
         assert_eq!(stats.tokens, 200_000);
         assert!((GAPS / 2..=GAPS).contains(&stats.gaps.len()), "{}", stats.gaps.len());
         assert!(stats.gaps.iter().all(|gap| (gap - 1e-3).abs() < 1e-9));
@@ -146,10 +150,10 @@ mod tests {
 
     #[test]
     fn what_was_forgotten_is_not_counted_as_if_it_had_not_been() {
-        let traces = [aged(4.0, &[1], Some((1.0, true))), aged(2.0, &[1], Some((1.0, true)))];
-        assert_eq!(Stats::of(&traces, true, 1000.0, TARGETS).json()["requests_per_s"], 0.5);
-        assert_eq!(Stats::of(&traces, false, 8.0, TARGETS).json()["requests_per_s"], 0.25);
-        assert_eq!(Stats::of(&[], false, 0.0, TARGETS).json()["requests_per_s"], 0.0);
-        assert!(Stats::of(&[], false, 0.0, TARGETS).json()["ttft_s"]["p50"].is_null());
+        let traces = [aged(4.0, &[1], Some((1.0, How::Answered))), aged(2.0, &[1], Some((1.0, How::Answered)))];
+        assert_eq!(Stats::of(&traces, 4.0, TARGETS).json()["requests_per_s"], 0.5);
+        assert_eq!(Stats::of(&traces, 8.0, TARGETS).json()["requests_per_s"], 0.25);
+        assert_eq!(Stats::of(&[], 0.0, TARGETS).json()["requests_per_s"], 0.0);
+        assert!(Stats::of(&[], 0.0, TARGETS).json()["ttft_s"]["p50"].is_null());
     }
 }
