@@ -1,8 +1,8 @@
 //! A client's connection that breaks when the client does not read, or does not begin, for too long (I5). Without this, such a client would
 //! keep its connection, and what waits to be sent over it, for as long as it likes.
 //!
-//! A client counts as reading when the system takes more bytes for it: its buffers take the next once about a third of what they hold is
-//! read.
+//! A client counts as reading when its system has room for what waits (TCP_USER_TIMEOUT), and when this system takes more bytes for it: its
+//! buffers take the next once about a third of what they hold is read.
 
 use std::io;
 use std::pin::Pin;
@@ -12,6 +12,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_runtime::places::{Occupied, Seat};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
@@ -126,8 +127,10 @@ impl Beginning {
 }
 
 impl Patient {
-    /// Writes to `stream` wait for `patience` at most.
+    /// Writes to `stream` wait for `patience` at most, and so do bytes that the system has taken and the client has no room for. Without the
+    /// latter, a slow answer would wait in the system's buffers for minutes before a write does.
     pub fn new(stream: TcpStream, patience: Duration) -> Patient {
+        let _ = SockRef::from(&stream).set_tcp_user_timeout(Some(patience));
         Patient { stream, patience, timer: None, beginning: Beginning::None, seat: None, lingering: None }
     }
 

@@ -2,6 +2,8 @@
 //! fails (I3, I5, I6).
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use anyhow::{Context, ensure};
 use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, fetch_event::Event};
@@ -203,6 +205,11 @@ fn a_hot_prefix_spreads_instead_of_being_computed_again() -> anyhow::Result<()> 
     let client = cluster.client()?;
     cluster.block_on(client.ask(request(2)))?;
     cluster.wait_idle()?;
+    // Workers tell every 50 ms what they hold and have to do.
+    wait(|| {
+        cluster.router_metrics().is_ok_and(|m| m.sum("baton_kv_index_blocks", "") >= (PREFIX / 16) as f64).then_some(())
+    })?;
+    std::thread::sleep(Duration::from_millis(500));
     let asked: Vec<_> = (3..9)
         .map(|seed| {
             let (client, request) = (client.clone(), request(seed));

@@ -9,7 +9,7 @@ use baton_proto::v1::inference_client::InferenceClient;
 use baton_router::RouterConfig;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tonic::transport::Channel;
 
 /// Answers of a request; together they are far larger than what sockets hold.
@@ -17,12 +17,18 @@ const CHOICES: usize = 64;
 
 /// Starts a request whose answer nobody reads.
 async fn ask_and_stall(cluster: &Cluster) -> TcpStream {
-    let body = json!({"prompt": "hi", "max_tokens": 400, "n": CHOICES, "stream": true, "logprobs": 3}).to_string();
+    let stream = TcpStream::connect(cluster.router.http_addr).await.unwrap();
+    let body = json!({"prompt": "hi", "max_tokens": 400, "n": CHOICES, "stream": true, "logprobs": 3});
+    begin(stream, &body).await
+}
+
+/// Sends a request and reads the beginning of its answer.
+async fn begin(mut stream: TcpStream, body: &serde_json::Value) -> TcpStream {
+    let body = body.to_string();
     let head = format!(
         "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
-    let mut stream = TcpStream::connect(cluster.router.http_addr).await.unwrap();
     stream.write_all((head + &body).as_bytes()).await.unwrap();
     // The answer has begun.
     stream.read_exact(&mut [0; 512]).await.unwrap();
@@ -47,6 +53,25 @@ async fn a_client_that_stops_reading_loses_its_place_and_its_connection() {
     let mut rest = Vec::new();
     let _ = stalled.read_to_end(&mut rest).await;
     assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
+    cluster.stop().await;
+}
+
+/// I5: all of the answer so far fits into this system's buffers, so no write waits; the client's system has no room for it.
+#[tokio::test]
+async fn a_client_that_reads_nothing_of_a_slow_answer_loses_its_place() {
+    let limits = RouterConfig { send_timeout: Duration::from_millis(300), max_inflight: 1, ..config() };
+    let cluster = Cluster::with(limits, 0, 1, &["x".repeat(400).as_str()]).await;
+    cluster.worker(0).decode_will(vec![Decode::Stall(200)]);
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let stream = socket.connect(cluster.router.http_addr).await.unwrap();
+    let _stalled = begin(stream, &json!({"prompt": "hi", "max_tokens": 400, "stream": true, "logprobs": 3})).await;
+    // Long before the router asks another worker to go on.
+    tokio::time::timeout(Duration::from_secs(20), cluster.worker(0).was_dropped(1)).await.unwrap();
+    let next = json!({"prompt": "hi", "max_tokens": 1});
+    while cluster.ask("/v1/completions", &next).await.0 == 429 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     cluster.stop().await;
 }
 
