@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use baton_policy::{Chosen, Failure, Fetch, Placed, Terms, Why};
+use baton_policy::{Chosen, Failure, Fetch, Load, Placed, Terms, Why};
 use baton_types::RequestId;
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -88,6 +88,9 @@ impl Placement {
         if let Some(Fetch { from, tokens, seconds, .. }) = chosen.fetch {
             told["fetches"] = json!({"from": from.to_string(), "tokens": tokens, "seconds": round(seconds)});
         }
+        if let Some(Load { tokens, seconds, .. }) = chosen.load {
+            told["loads"] = json!({"tokens": tokens, "seconds": round(seconds)});
+        }
         if let Some(Why { terms, next, considered }) = chosen.why {
             told["predicted"] = predicted(&terms);
             told["options"] = json!(considered);
@@ -143,6 +146,7 @@ mod tests {
             number: 1,
             late: false,
             fetch: None,
+            load: None,
         }
     }
 
@@ -150,7 +154,8 @@ mod tests {
     fn what_was_predicted_is_told_beside_what_came_of_it() {
         let explanations = Explanations::default();
         let request = RequestId("r".to_owned());
-        let number = explanations.placed(&request, &Ok(chosen(7)));
+        let load = Some(Load { at: WorkerId(7), tokens: 320, seconds: 0.0123456789 });
+        let number = explanations.placed(&request, &Ok(Chosen { load, ..chosen(7) }));
         explanations.measured(number, Some(0.25), None);
         explanations.measured(number, None, Some(0.0123456789));
         explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")));
@@ -159,6 +164,7 @@ mod tests {
         assert_eq!(told[0]["decode"], WorkerId(7).to_string());
         assert_eq!((&told[0]["predicted"]["queue_s"], &told[0]["options"]), (&json!(0.5), &json!(3)));
         assert_eq!(told[0]["measured"], json!({"first_token_s": 0.25, "token_s": 0.012346}));
+        assert_eq!(told[0]["loads"], json!({"tokens": 320, "seconds": 0.012346}));
         assert!(explanations.of("s", None).is_empty());
         assert!(explanations.of("r", Some(Instant::now())).is_empty(), "of an earlier request with this id");
         for _ in 0..2 * TOLD {

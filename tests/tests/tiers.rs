@@ -111,6 +111,35 @@ fn a_restarted_worker_finds_what_was_on_disk() -> anyhow::Result<()> {
     cluster.stop()
 }
 
+/// Each worker says what its disk holds. So a prompt goes to the one that has it, though all of them and the router are new.
+#[test]
+fn a_restarted_cluster_asks_the_worker_that_has_a_prompt_on_disk() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let start = || {
+        let one = options(model.path(), 200, Some(folder.path()))?;
+        Cluster::start(ClusterOptions { decode: 3, ..one })
+    };
+    let cluster = start()?;
+    let (want, _) = all(&cluster)?;
+    let on_disk = |cluster: &Cluster| -> anyhow::Result<Vec<f64>> {
+        let workers = cluster.workers_of(Role::Decode);
+        workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_kv_tier_blocks", "tier=\"disk\""))).collect()
+    };
+    let blocks = 20.0 * PROMPTS as f64;
+    let held = wait(|| on_disk(&cluster).ok().filter(|held| held.iter().sum::<f64>() >= blocks))?;
+    ensure!(held.iter().filter(|held| **held > 0.0).count() > 1, "{held:?}: the prompts are spread");
+    cluster.stop()?;
+    let cluster = start()?;
+    let known = || cluster.router_metrics().is_ok_and(|m| m.sum("baton_kv_index_blocks", "of=\"stores\"") >= blocks);
+    wait(|| known().then_some(()))?;
+    let (got, cached) = all(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    ensure!(cached.iter().all(|cached| *cached >= 320), "{cached:?} tokens came from disk");
+    let placed = cluster.router_metrics()?.sum("baton_placements_total", "kv=\"stored\"");
+    ensure!(placed >= PROMPTS as f64, "{placed} prompts were placed by what stores hold");
+    cluster.stop()
+}
+
 /// I2: a block that is not as it was stored is found, counted and computed.
 #[test]
 fn what_is_damaged_on_disk_is_computed_again() -> anyhow::Result<()> {

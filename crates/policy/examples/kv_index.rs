@@ -128,7 +128,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let held = index.find(&names, 64, turn as usize);
             let ask =
                 Ask { split: true, decode: None, avoid, names, tokens, most: 1000, slo, class: Default::default() };
-            fleet.place(&ask, &held, begun).expect("there are workers");
+            fleet.place(&ask, held.as_slice(), begun).expect("there are workers");
             times.push(begun.elapsed());
         }
         times.sort_unstable();

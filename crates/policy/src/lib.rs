@@ -32,14 +32,14 @@ pub use fair::Ticket;
 pub use gate::{Asks, Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{
-    Candidate, Chosen, Delays, Fetch, Held, LeastLoaded, Links, Missed, Placed, Placement, PlacementError,
+    Candidate, Chosen, Delays, Fetch, Held, LeastLoaded, Links, Load, Missed, Placed, Placement, PlacementError,
     PlacementInput, Predicted, RoundRobin, Slo, Terms, Why,
 };
 pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 pub use router::{
-    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, LegEnd, NewRequest,
-    Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict, WorkerLease,
-    WorkerState,
+    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, Known, LegEnd,
+    NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict,
+    WorkerLease, WorkerState,
 };
 pub use tenants::{Left, OverLimit, TenantLimits, TenantMeter};

@@ -102,7 +102,7 @@ pub const STEP_ERROR: &str = "baton_step_error_ratio";
 pub const PREDICTION_ERROR: &str = "baton_prediction_error_ratio";
 /// Counter by `route` (split, local) and `kv` (held, none: whether a chosen worker holds some of the prompt): predicted placements.
 pub const PLACEMENTS: &str = "baton_placements_total";
-/// Gauge: blocks that the router knows some worker to have in its prefix cache.
+/// Gauge by `of` (pools, stores): blocks that the router knows some worker to have in its prefix cache, or in its own store.
 pub const KV_INDEX_BLOCKS: &str = "baton_kv_index_blocks";
 /// Gauge: choices that wait in the router for their turn.
 pub const WAITING: &str = "baton_waiting_choices";
@@ -219,7 +219,11 @@ fn describe() {
         PLACEMENTS,
         "Predicted placements, by route, and by whether a chosen worker holds some of the prompt."
     );
-    describe_gauge!(KV_INDEX_BLOCKS, Unit::Count, "Blocks that some worker is known to have in its prefix cache.");
+    describe_gauge!(
+        KV_INDEX_BLOCKS,
+        Unit::Count,
+        "Blocks that some worker is known to have in its prefix cache, or in its own store."
+    );
     describe_gauge!(WAITING, Unit::Count, "Choices that wait in the router for their turn.");
     describe_counter!(REJECTED, Unit::Count, "Requests refused before any work, by reason.");
     describe_counter!(

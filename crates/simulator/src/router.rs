@@ -89,7 +89,7 @@ impl Router {
     fn place_held(&mut self, ask: &Ask, request: u64, now: Instant) -> Result<Chosen, Failure> {
         let held = self.index.find(&ask.names, 4, request as usize);
         self.index.mention(&ask.names);
-        self.fleet.place(ask, &held, now)
+        self.fleet.place(ask, held.as_slice(), now)
     }
 }
 

@@ -1,45 +1,39 @@
-//! Tells routers which blocks are in the prefix cache, and what the worker has to do.
+//! Tells routers which blocks are in the prefix cache and in the store below it, and what the worker has to do.
 //!
-//! The engine thread notes what enters and leaves ([`WorkerNews::note`]). A task gathers it for [`GATHER`] and passes the net change to all that
-//! follow, [`FOLLOWERS`] at most (I5). Who follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. Of the
-//! load ([`WorkerNews::load`]) each gets the latest, every [`GATHER`] at most, and of the links ([`WorkerNews::links`]) too. So no reader makes the engine wait, or lets anything grow.
+//! The engine thread notes what enters and leaves the cache ([`WorkerNews::note`]), another one what enters and leaves the store
+//! ([`WorkerNews::note_stored`]). A task gathers it for [`GATHER`] and passes the net change to all that follow, [`FOLLOWERS`] at most (I5). Who
+//! follows gets all blocks first. Who reads too slowly to take each change gets all blocks again. Of the load ([`WorkerNews::load`]) each gets the
+//! latest, every [`GATHER`] at most, and of the links ([`WorkerNews::links`]) too. So no reader makes the engine wait, or lets anything grow.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use baton_engine::{BlockName, CacheChange, CacheFeed, Cached, Tally};
+use baton_engine::Cached;
 use baton_latency::{Backlog, BatchWork, StepCost};
 use baton_proto::v1::{self, worker_event::Event};
-use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::broadcast::{self, Receiver};
 use tokio::sync::{Notify, Semaphore, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
+use crate::feed::{Events, Feed, Teller, say_one};
+
 /// Changes within this time are told together.
 const GATHER: Duration = Duration::from_millis(50);
-/// Most changes that a reader may be behind. They are few seconds, and readers share them.
-const BEHIND: usize = 256;
 /// Most that follow at once: routers, and people who look.
 const FOLLOWERS: usize = 64;
-/// Most names in an event: few enough that a router takes them in at once without keeping others waiting.
-const EVENT_NAMES: usize = 4096;
-
 /// Rates that differ by no more than this share are alike.
 const ALIKE: f64 = 0.1;
 
 /// The events for one who follows.
 pub(crate) type WorkerEvents = ReceiverStream<Result<v1::WorkerEvent, Status>>;
 
-/// News of one worker's prefix cache.
+/// News of one worker.
 #[derive(Debug)]
 pub(crate) struct WorkerNews {
-    /// What the engine thread has noted. Locked only to add to it and to empty it.
-    noted: Mutex<Vec<Cached>>,
-    feed: Mutex<CacheFeed>,
-    changes: broadcast::Sender<Arc<CacheChange>>,
+    cache: Feed,
+    store: Feed,
     changed: Notify,
     /// What there is to do, and since when it is so known.
     load: watch::Sender<(Backlog, Option<Instant>)>,
@@ -50,28 +44,24 @@ pub(crate) struct WorkerNews {
 
 impl Default for WorkerNews {
     fn default() -> Self {
-        let (changes, ended) = (broadcast::Sender::new(BEHIND), CancellationToken::new());
+        let (changed, load) = (Notify::new(), watch::Sender::default());
+        let (links, ended) = (watch::Sender::default(), CancellationToken::new());
         let followers = Arc::new(Semaphore::new(FOLLOWERS));
-        let (noted, feed, changed, load) =
-            (Mutex::default(), Mutex::default(), Notify::new(), watch::Sender::default());
-        WorkerNews { noted, feed, changes, changed, load, links: watch::Sender::default(), followers, ended }
+        WorkerNews { cache: Feed::default(), store: Feed::default(), changed, load, links, followers, ended }
     }
 }
 
 impl WorkerNews {
-    fn feed(&self) -> MutexGuard<'_, CacheFeed> {
-        self.feed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn noted(&self) -> MutexGuard<'_, Vec<Cached>> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes in what entered and left the cache, in order.
     pub fn note(&self, changes: impl Iterator<Item = Cached>) {
-        let mut changes = changes.peekable();
-        if changes.peek().is_some() {
-            self.noted().extend(changes);
+        if self.cache.note(changes) {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Takes in what entered and left the store, in order.
+    pub fn note_stored(&self, changes: impl Iterator<Item = Cached>) {
+        if self.store.note(changes) {
             self.changed.notify_one();
         }
     }
@@ -92,6 +82,7 @@ impl WorkerNews {
                     && (one.bytes_per_second - other.bytes_per_second).abs() <= ALIKE * one.bytes_per_second
             };
             let changed = told.token_bytes != now.token_bytes
+                || (told.load_seconds - now.load_seconds).abs() > ALIKE * told.load_seconds
                 || told.links.len() != now.links.len()
                 || !told.links.iter().zip(&now.links).all(alike);
             if changed {
@@ -111,26 +102,13 @@ impl WorkerNews {
     }
 
     fn pass_on(&self) {
-        let noted = std::mem::take(&mut *self.noted());
-        let mut feed = self.feed();
-        noted.into_iter().for_each(|change| feed.note(change));
-        let change = feed.take();
-        if !change.is_empty() {
-            // Nobody may be following.
-            let _ = self.changes.send(Arc::new(change));
-        }
+        self.cache.pass_on();
+        self.store.pass_on();
     }
 
     /// Ends all streams of events: a server that stops waits for them.
     pub fn end(&self) {
         self.ended.cancel();
-    }
-
-    /// All blocks, and then what changes.
-    fn all(&self) -> (CacheChange, Receiver<Arc<CacheChange>>) {
-        let feed = self.feed();
-        let all = CacheChange { stored: feed.told(), removed: Vec::new(), tally: feed.tally() };
-        (all, self.changes.subscribe())
     }
 
     /// The events for one who follows.
@@ -153,40 +131,31 @@ impl WorkerNews {
     }
 
     /// Tells all, and then each change. An error: nobody follows any more.
-    async fn tell(&self, events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>) -> Result<(), ()> {
-        let (mut number, mut load, mut due) = (0, self.load.subscribe(), Instant::now());
+    async fn tell(&self, events: &Events) -> Result<(), ()> {
+        let (mut load, mut due) = (self.load.subscribe(), Instant::now());
         load.mark_changed();
         let mut links = self.links.subscribe();
         if links.borrow().token_bytes > 0 {
             links.mark_changed();
         }
-        let (all, mut changes) = self.all();
-        say(events, &mut number, &all, true).await?;
+        let mut cache = Teller::begin(&self.cache, Event::Cache, true, events).await?;
+        // Most workers have no store.
+        let mut store = Teller::begin(&self.store, Event::Store, false, events).await?;
         loop {
-            let change = tokio::select! {
-                change = changes.recv() => change,
+            // The senders live as long as whoever waits here.
+            tokio::select! {
+                change = cache.changes.recv() => cache.pass(events, change).await?,
+                change = store.changes.recv() => store.pass(events, change).await?,
                 () = changed(&mut load, due) => {
                     due = Instant::now() + GATHER;
                     let (backlog, at) = *load.borrow_and_update();
                     let event = self.load_event(&backlog, at.map_or(Duration::ZERO, |at| at.elapsed()));
                     say_one(events, Event::Load(event)).await?;
-                    continue;
                 }
-                // The sender lives as long as whoever waits here.
                 _ = links.changed() => {
                     let event = links.borrow_and_update().clone();
                     say_one(events, Event::Links(event)).await?;
-                    continue;
                 }
-            };
-            match change {
-                Ok(change) => say(events, &mut number, &change, false).await?,
-                Err(RecvError::Lagged(_)) => {
-                    let all;
-                    (all, changes) = self.all();
-                    say(events, &mut number, &all, true).await?;
-                }
-                Err(RecvError::Closed) => return Ok(()),
             }
         }
     }
@@ -231,47 +200,13 @@ async fn changed(load: &mut watch::Receiver<(Backlog, Option<Instant>)>, due: In
     let _ = load.changed().await;
 }
 
-/// Sends a change as events. An error: nobody follows any more.
-async fn say(
-    events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>,
-    number: &mut u64,
-    change: &CacheChange,
-    afresh: bool,
-) -> Result<(), ()> {
-    let mut first = afresh;
-    for (stored, removed) in parts(change) {
-        *number += 1;
-        let (stored, removed, afresh) = (bytes(stored), bytes(removed), std::mem::take(&mut first));
-        let event = v1::CacheEvent { number: *number, afresh, stored, removed, tally: None };
-        say_one(events, Event::Cache(event)).await?;
-    }
-    // The tally has an event of its own: what is before it may be nothing.
-    *number += 1;
-    let Tally { blocks, sum } = change.tally;
-    let tally = Some(v1::CacheTally { blocks, sum });
-    let event = v1::CacheEvent { number: *number, afresh: first, tally, ..Default::default() };
-    say_one(events, Event::Cache(event)).await
-}
-
-async fn say_one(events: &mpsc::Sender<Result<v1::WorkerEvent, Status>>, event: Event) -> Result<(), ()> {
-    events.send(Ok(v1::WorkerEvent { event: Some(event) })).await.map_err(drop)
-}
-
-/// A change in parts of at most [`EVENT_NAMES`]: blocks that entered, blocks that left.
-fn parts(change: &CacheChange) -> impl Iterator<Item = (&[BlockName], &[BlockName])> {
-    let stored = change.stored.chunks(EVENT_NAMES).map(|names| (names, &[][..]));
-    stored.chain(change.removed.chunks(EVENT_NAMES).map(|names| (&[][..], names)))
-}
-
-fn bytes(names: &[BlockName]) -> Vec<u8> {
-    names.iter().flat_map(|name| name.0.to_le_bytes()).collect()
-}
-
 #[cfg(test)]
 mod tests {
+    use baton_engine::BlockName;
     use tokio_stream::StreamExt;
 
     use super::*;
+    use crate::feed::{BEHIND, EVENT_NAMES, bytes};
 
     fn name(at: usize) -> BlockName {
         BlockName(at as u128)
@@ -334,7 +269,7 @@ mod tests {
         };
         let of = |rates: &[f64]| {
             let link = |(at, rate): (usize, &f64)| v1::Link { worker: at as u64, bytes_per_second: *rate };
-            v1::LinksEvent { token_bytes: 7, links: rates.iter().enumerate().map(link).collect() }
+            v1::LinksEvent { token_bytes: 7, links: rates.iter().enumerate().map(link).collect(), load_seconds: 0.0 }
         };
         let news = Arc::new(WorkerNews::default());
         let mut early = Arc::clone(&news).follow().unwrap();
@@ -357,7 +292,7 @@ mod tests {
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
         news.note((0..EVENT_NAMES + 1).map(|at| Cached::Stored(name(at))));
-        let mut changes = news.all().1;
+        let mut changes = news.cache.all().1;
         assert_eq!(changes.recv().await.unwrap().stored.len(), EVENT_NAMES + 1, "told together");
         let mut stream = Arc::clone(&news).follow().unwrap();
         let (first, second) = (next(&mut stream).await, next(&mut stream).await);
@@ -372,6 +307,30 @@ mod tests {
         assert_eq!(fifth.tally.unwrap().blocks, EVENT_NAMES as u64);
         news.end();
         assert!(stream.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn blocks_of_the_store_are_told_apart() {
+        let news = Arc::new(WorkerNews::default());
+        let mut early = Arc::clone(&news).follow().unwrap();
+        assert_eq!(
+            next(&mut early).await.number,
+            1,
+            "of the cache; of a store nothing is said as long as it has no block"
+        );
+        news.note_stored([Cached::Stored(name(3)), Cached::Stored(name(4))].into_iter());
+        news.pass_on();
+        let mut late = Arc::clone(&news).follow().unwrap();
+        for stream in [&mut early, &mut late] {
+            let mut stored = async || loop {
+                if let Event::Store(event) = next_event(stream).await {
+                    return event;
+                }
+            };
+            let (first, second) = (stored().await, stored().await);
+            assert_eq!((first.number, first.afresh, first.stored), (1, true, bytes(&[name(3), name(4)])));
+            assert_eq!((second.number, second.tally.unwrap().blocks), (2, 2));
+        }
     }
 
     #[tokio::test]

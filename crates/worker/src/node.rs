@@ -174,7 +174,8 @@ impl Node {
         let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
         let role = N::shell(&node, handle.commands(), &ends)?;
         let store = tiers::open(&node, &backend)?;
-        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands())).transpose()?.flatten();
+        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?.flatten();
+        let load_seconds = tiers.as_ref().map(TiersShell::load_seconds);
         let shells = Shells { role, exchange: Some(exchange), tiers };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
@@ -184,7 +185,8 @@ impl Node {
         service.report_peers(move || peers.peers());
         let (links, layout) = (service.clone(), &node.geometry.layout);
         let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
-        tokio::spawn(async move { links.tell_links(token_bytes).await });
+        let load_seconds = move || load_seconds.as_ref().map_or(0.0, |seconds| seconds());
+        tokio::spawn(async move { links.tell_links(token_bytes, load_seconds).await });
         let numerics = tiers::numerics(&node.config, &backend);
         let member = node.member(N::ROLE, &name, (addr, process.admin_addr()), limits, numerics);
         node.serve::<N>(process, handle, (service, ends), listener, member).await

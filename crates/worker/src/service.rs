@@ -45,8 +45,9 @@ impl WorkerService {
         self.news.end();
     }
 
-    /// How fast KV leaves for each peer, as far as it was measured. `token_bytes`: of a token's KV.
-    pub(crate) fn links(&self, token_bytes: u32) -> v1::LinksEvent {
+    /// How fast KV leaves for each peer, as far as it was measured. `token_bytes`: of a token's KV; `load_seconds`: what a token takes from the
+    /// store.
+    fn links(&self, token_bytes: u32, load_seconds: f64) -> v1::LinksEvent {
         let rate = |peer: v1::Peer| {
             let path = peer.paths.into_iter().find(|path| path.in_use)?;
             Some(v1::Link { worker: peer.id, bytes_per_second: path.bytes_per_second? })
@@ -55,13 +56,13 @@ impl WorkerService {
         let mut links: Vec<_> = peers.into_iter().filter_map(rate).collect();
         links.sort_unstable_by_key(|link| link.worker);
         links.truncate(LINKS);
-        v1::LinksEvent { token_bytes, links }
+        v1::LinksEvent { token_bytes, links, load_seconds }
     }
 
-    /// Tells those that follow how fast KV leaves, until the task is dropped.
-    pub(crate) async fn tell_links(&self, token_bytes: u32) {
+    /// Tells those that follow how fast KV leaves, and comes from the store, until the task is dropped.
+    pub(crate) async fn tell_links(&self, token_bytes: u32, load_seconds: impl Fn() -> f64) {
         loop {
-            self.news.links(self.links(token_bytes));
+            self.news.links(self.links(token_bytes, load_seconds()));
             tokio::time::sleep(LINKS_EVERY).await;
         }
     }

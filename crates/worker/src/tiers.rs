@@ -20,7 +20,8 @@ use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
 use metrics::{counter, gauge};
 
 use crate::error::{WorkerError, check};
-use crate::{Clock, Commands, Node, WorkerConfig, engine_thread};
+use crate::news::WorkerNews;
+use crate::{Clock, Commands, Node, WorkerConfig, engine_thread, stored};
 
 /// Fewest tokens that are loaded: less is computed about as soon.
 const LEAST: u32 = 64;
@@ -107,8 +108,10 @@ impl TiersShell {
         store: Arc<KvStore>,
         node: &Node,
         commands: Commands<C>,
+        news: &Arc<WorkerNews>,
     ) -> Result<Option<TiersShell>, WorkerError> {
         let Pool::Host(segment) = &node.pool else { return Ok(None) };
+        stored::follow(&store, news)?;
         let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
         let (segment, geometry) = (Arc::clone(segment), node.geometry.clone());
         let layout = geometry.layout.clone();
@@ -134,6 +137,18 @@ impl TiersShell {
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
         Ok(Some(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted }))
+    }
+
+    /// Tells how many seconds a token takes to load: from the slower of the tiers that hold any block. 0: none does.
+    pub fn load_seconds(&self) -> impl Fn() -> f64 + Send + Sync + use<> {
+        let (store, pace) = (Arc::downgrade(&self.store), Arc::clone(&self.pace));
+        let token_bytes = self.block_bytes as f64 / f64::from(self.layout.block_size);
+        move || {
+            let Some(store) = store.upgrade() else { return 0.0 };
+            let held = Tier::ALL.into_iter().filter(|tier| store.blocks(*tier) > 0);
+            let nanos = held.map(|tier| f64::from_bits(pace[place(tier)].load(Ordering::Relaxed)));
+            nanos.fold(0.0, f64::max) * token_bytes / 1e9
+        }
     }
 
     /// What to load for a prompt that comes next.

@@ -1,4 +1,4 @@
-//! Follows what a worker says of its prefix cache and of its load.
+//! Follows what a worker says of its prefix cache, of the store below it, and of its load.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep};
 use tonic::Code;
 
 use super::Workers;
+use super::held::HeldBlocks;
 use super::link::WorkerChannel;
 
 /// Time until a worker is asked again, the first time and at most.
@@ -43,7 +44,11 @@ pub(super) async fn until_left(
         () = follow(&workers, worker, channel) => drop(left.await),
     }
     if let Some(workers) = workers.upgrade() {
-        let _ = tokio::task::spawn_blocking(move || workers.held.leave(worker)).await;
+        let _ = tokio::task::spawn_blocking(move || {
+            workers.held.leave(worker);
+            workers.stored.leave(worker);
+        })
+        .await;
     }
 }
 
@@ -77,8 +82,9 @@ async fn follow(workers: &Weak<Workers>, worker: WorkerId, channel: WorkerChanne
 /// Reads events until the stream ends, or is to be opened again. `None`: the router has ended.
 async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Streaming<v1::WorkerEvent>) -> Option<()> {
     while let Ok(Some(v1::WorkerEvent { event })) = events.message().await {
-        let event = match event {
-            Some(Event::Cache(event)) => event,
+        let (place, event) = match event {
+            Some(Event::Cache(event)) => (BlocksOf::Pool, event),
+            Some(Event::Store(event)) => (BlocksOf::Store, event),
             Some(Event::Load(event)) => {
                 let age = Duration::from_micros(event.age_us).min(OLDEST);
                 workers.upgrade()?.told(worker, backlog(&event), event.followers, age);
@@ -94,11 +100,11 @@ async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Stre
             tracing::warn!(%worker, "its names of blocks are not 16 bytes each; it is read again");
             break;
         };
-        match take_in(workers.upgrade()?, worker, change).await {
+        match take_in(workers.upgrade()?, place, worker, change).await {
             Followed::Yes => {}
             Followed::Gap => break,
             Followed::Differs => {
-                tracing::warn!(%worker, "what is known of its prefix cache is wrong; it is read again");
+                tracing::warn!(%worker, "what is known of its blocks is wrong; it is read again");
                 break;
             }
         }
@@ -106,11 +112,29 @@ async fn read(workers: &Weak<Workers>, worker: WorkerId, mut events: tonic::Stre
     Some(())
 }
 
-async fn take_in(workers: Arc<Workers>, worker: WorkerId, change: KvChange) -> Followed {
-    if !change.afresh {
-        return workers.held.follow(worker, change);
+/// Where a worker's blocks are.
+#[derive(Clone, Copy, Debug)]
+enum BlocksOf {
+    /// In its pool.
+    Pool,
+    /// In its own store below it.
+    Store,
+}
+
+impl BlocksOf {
+    fn index(self, workers: &Workers) -> &HeldBlocks {
+        match self {
+            BlocksOf::Pool => &workers.held,
+            BlocksOf::Store => &workers.stored,
+        }
     }
-    let taken = tokio::task::spawn_blocking(move || workers.held.follow(worker, change));
+}
+
+async fn take_in(workers: Arc<Workers>, of: BlocksOf, worker: WorkerId, change: KvChange) -> Followed {
+    if !change.afresh {
+        return of.index(&workers).follow(worker, change);
+    }
+    let taken = tokio::task::spawn_blocking(move || of.index(&workers).follow(worker, change));
     taken.await.unwrap_or(Followed::Gap)
 }
 
@@ -149,10 +173,10 @@ fn amounts(counts: [u64; 6]) -> (StepWork, Coming) {
     (StepWork { tokens, pairs, rows, context }, Coming { rows: coming_rows, context: coming_context })
 }
 
-/// How fast a worker says that KV leaves it. What no rate can be is not known.
+/// How fast a worker says that KV leaves it, and comes from its store. What no rate can be is not known.
 fn links(event: v1::LinksEvent) -> Links {
     let rates = event.links.into_iter().take(MOST_LINKS).map(|link| (WorkerId(link.worker), link.bytes_per_second));
-    Links::new(event.token_bytes, rates)
+    Links::new(event.token_bytes, rates).with_load(event.load_seconds)
 }
 
 /// `None`: a name is not whole.

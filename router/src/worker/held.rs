@@ -1,6 +1,6 @@
-//! What each worker holds, for placements and for those who follow the workers.
+//! What each worker holds, in its pool or in its store below it, for placements and for those who follow the workers.
 //!
-//! There are two copies of the [`KvIndex`]. Placements read one, changes go to the other, and now and then they trade places (left-right:
+//! There are two copies of each [`KvIndex`]. Placements read one, changes go to the other, and now and then they trade places (left-right:
 //! Ramalhete and Correia, "A concurrency control algorithm with wait-free population oblivious reads", 2015). So no placement waits for a
 //! change, and no change for a placement longer than one lookup takes. What takes long is done on a thread of its own ([`HeldBlocks::leave`]).
 
@@ -12,7 +12,7 @@ use baton_runtime::metrics as names;
 use baton_types::WorkerId;
 use metrics::gauge;
 
-/// Most blocks in the index (I5), 160 million tokens: half a gigabyte for the tables of both copies at most.
+/// Most blocks in an index (I5), 160 million tokens: half a gigabyte for the tables of both copies at most.
 pub(super) const BLOCKS: usize = 10_000_000;
 /// Most holders that a placement looks at.
 const HOLDERS: usize = 64;
@@ -36,6 +36,8 @@ pub(super) struct HeldBlocks {
     ahead: AtomicBool,
     /// Prompts to mention with the next change. Some are left out when there are many.
     mentions: Mutex<Vec<Arc<[BlockName]>>>,
+    /// What holds the blocks, for metrics.
+    of: &'static str,
 }
 
 struct Writing {
@@ -49,8 +51,8 @@ struct Writing {
 }
 
 impl HeldBlocks {
-    /// Room for this many blocks.
-    pub fn new(most: usize) -> HeldBlocks {
+    /// Room for this many blocks of the workers' pools, or of their stores: `of`.
+    pub fn new(most: usize, of: &'static str) -> HeldBlocks {
         let index = || Arc::new(KvIndex::new(most));
         let write = Writing { index: index(), missed: Vec::new(), ahead: Vec::new(), names: 0 };
         HeldBlocks {
@@ -58,6 +60,7 @@ impl HeldBlocks {
             write: Mutex::new(write),
             ahead: AtomicBool::new(false),
             mentions: Mutex::default(),
+            of,
         }
     }
 }
@@ -125,7 +128,7 @@ impl HeldBlocks {
         let before = index.blocks();
         let followed = apply(index, &change);
         // Of each model's index.
-        gauge!(names::KV_INDEX_BLOCKS).increment(index.blocks() as f64 - before as f64);
+        gauge!(names::KV_INDEX_BLOCKS, "of" => self.of).increment(index.blocks() as f64 - before as f64);
         writing.names += change.names();
         writing.ahead.push(change);
         self.ahead.store(true, Ordering::Relaxed);
@@ -193,7 +196,7 @@ mod tests {
 
     #[test]
     fn both_copies_take_in_each_change_once() {
-        let (held, worker) = (HeldBlocks::new(BLOCKS), WorkerId(7));
+        let (held, worker) = (HeldBlocks::new(BLOCKS, "pools"), WorkerId(7));
         for number in 1..20 {
             let told = KvChange { tally: None, ..change(number, number..number + 1) };
             assert_eq!(held.follow(worker, told), Followed::Yes, "a copy that missed one would see a gap");
@@ -209,7 +212,7 @@ mod tests {
     /// Two placements may both see that the copies should trade places.
     #[test]
     fn copies_that_were_just_traded_are_not_traded_back() {
-        let (held, worker) = (HeldBlocks::new(100), WorkerId(7));
+        let (held, worker) = (HeldBlocks::new(100, "pools"), WorkerId(7));
         for number in 1..5 {
             assert_eq!(held.follow(worker, change(number, number..number + 1)), Followed::Yes);
             for _ in 0..2 {
@@ -222,7 +225,7 @@ mod tests {
     /// I5: without placements the copies still trade places.
     #[test]
     fn changes_that_nobody_reads_do_not_pile_up() {
-        let held = HeldBlocks::new(BLOCKS);
+        let held = HeldBlocks::new(BLOCKS, "pools");
         for number in 1..100 {
             held.follow(WorkerId(1), change(number, 5000 * number..5000 * number + 4096));
             assert!(held.write.lock().unwrap().names <= LACKING + 4097);
@@ -232,7 +235,7 @@ mod tests {
 
     #[test]
     fn what_prompts_begin_with_stays_when_the_index_is_full() {
-        let (held, prompt) = (HeldBlocks::new(100), names(20).into());
+        let (held, prompt) = (HeldBlocks::new(100, "pools"), names(20).into());
         held.follow(WorkerId(1), change(1, 1..21));
         for number in 2..40 {
             held.find(&prompt, 0);
@@ -243,7 +246,7 @@ mod tests {
 
     #[test]
     fn placements_and_changes_go_on_beside_each_other() {
-        let held = HeldBlocks::new(BLOCKS);
+        let held = HeldBlocks::new(BLOCKS, "pools");
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for number in 1..2000 {

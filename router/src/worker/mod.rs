@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use baton_cluster::{Member, View};
 use baton_policy::{
-    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fetch, Fleet, GateRoom, Holder, Judgement, LeastLoaded, LegEnd,
-    Links, Placed, Predicted, RoundRobin, Terms, Verdict,
+    Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fetch, Fleet, GateRoom, Holder, Judgement, Known, LeastLoaded,
+    LegEnd, Links, Placed, Predicted, RoundRobin, Terms, Verdict,
 };
 use baton_proto::v1;
 use baton_runtime::Tls;
@@ -54,8 +54,10 @@ pub(crate) struct Workers {
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
     followers: Mutex<Followers>,
-    /// What each worker holds.
+    /// What each worker holds in its pool.
     held: HeldBlocks,
+    /// What each worker has in its own store below it.
+    stored: HeldBlocks,
     /// Places for prefixes that move.
     fetches: Arc<Semaphore>,
     /// Placements so far.
@@ -143,7 +145,8 @@ impl Workers {
             tls,
             fleet: Mutex::new(fleet),
             followers: Mutex::default(),
-            held: HeldBlocks::new(BLOCKS),
+            held: HeldBlocks::new(BLOCKS, "pools"),
+            stored: HeldBlocks::new(BLOCKS, "stores"),
             fetches: Arc::new(Semaphore::new(fetch::MOST)),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
@@ -255,12 +258,17 @@ impl Workers {
 
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask, request: &RequestId) -> Placement {
-        let held = self.held.find(&ask.names, self.turn.fetch_add(1, Ordering::Relaxed));
-        let chosen = self.fleet().place(ask, &held, Instant::now().into_std());
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let (pool, store) = (self.held.find(&ask.names, turn), self.stored.find(&ask.names, turn));
+        let chosen = self.fleet().place(ask, Known { pool: &pool, store: &store }, Instant::now().into_std());
         if let Ok(Chosen { placed, why: Some(_), .. }) = &chosen {
             let route = if placed.prefill.is_some() { "split" } else { "local" };
-            let at = |holder: &&Holder| holder.worker == placed.decode || Some(holder.worker) == placed.prefill;
-            let kv = if held.iter().any(|holder| at(&holder)) { "held" } else { "none" };
+            let at = |holder: &Holder| holder.worker == placed.decode || Some(holder.worker) == placed.prefill;
+            let kv = match (pool.iter().any(at), store.iter().any(at)) {
+                (true, _) => "held",
+                (false, true) => "stored",
+                (false, false) => "none",
+            };
             counter!(names::PLACEMENTS, "route" => route, "kv" => kv).increment(1);
         }
         let number = self.explanations.placed(request, &chosen);

@@ -30,7 +30,11 @@ fn says(tokens: u64, names: &[BlockName]) -> Vec<Event> {
     let stored = names.iter().flat_map(|name| name.0.to_le_bytes()).collect();
     let cache = CacheEvent { number: 1, afresh: true, stored, ..CacheEvent::default() };
     // Who has read the last of these has read all.
-    vec![Event::Cache(cache), Event::Links(LinksEvent { token_bytes: 1000, links: Vec::new() }), Event::Load(load)]
+    vec![
+        Event::Cache(cache),
+        Event::Links(LinksEvent { token_bytes: 1000, links: Vec::new(), load_seconds: 0.0 }),
+        Event::Load(load),
+    ]
 }
 
 /// A router, a decode worker, and two prefill workers: a busy one that holds the prompt's blocks and an idle one.

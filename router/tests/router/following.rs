@@ -38,9 +38,13 @@ fn predicted() -> RouterConfig {
 
 /// A router, and three decode workers of which the last says this of its cache.
 async fn three(script: impl IntoIterator<Item = Vec<CacheEvent>>) -> Cluster {
+    three_that_say(script.into_iter().map(|list| list.into_iter().map(Event::Cache).collect())).await
+}
+
+/// A router, and three decode workers of which the last says this.
+async fn three_that_say(script: impl IntoIterator<Item = Vec<Event>>) -> Cluster {
     let mut cluster = Cluster::with(predicted(), 0, 2, &[ANSWER]).await;
-    let events = |list: Vec<CacheEvent>| list.into_iter().map(Event::Cache).collect();
-    cluster.add_with(Role::Decode, |worker| worker.news_will_be(script.into_iter().map(events))).await;
+    cluster.add_with(Role::Decode, |worker| worker.news_will_be(script)).await;
     cluster.seen(3).await;
     cluster
 }
@@ -69,6 +73,25 @@ async fn a_prompt_goes_to_the_worker_that_says_it_holds_most_of_it() {
         cluster.complete(json!({"prompt": ONE, "cache_salt": salt})).await;
     }
     assert!(cluster.worker(2).asked().len() - before < 6, "another salt is another prompt");
+    cluster.stop().await;
+}
+
+/// Below the pool, in a store that gives tokens sooner than they are computed.
+#[tokio::test]
+async fn a_prompt_goes_to_the_worker_that_has_it_in_its_store() {
+    // Each is asked once, so that nothing else says where to ask.
+    let prompts: Vec<String> = (0..40).map(|at| format!("{at:02} {ONE}")).collect();
+    let all: Vec<BlockName> = prompts.iter().flat_map(|prompt| names(prompt)).collect();
+    let stored = and_holds(stored(1, &all), &all);
+    let links = LinksEvent { token_bytes: 100, links: Vec::new(), load_seconds: 1e-7 };
+    let cluster = three_that_say([vec![Event::Links(links), Event::Store(stored)]]).await;
+    let mut in_a_row = 0;
+    for prompt in &prompts {
+        let before = cluster.worker(2).asked().len();
+        cluster.complete(json!({"prompt": prompt})).await;
+        in_a_row = if cluster.worker(2).asked().len() > before { in_a_row + 1 } else { 0 };
+    }
+    assert!(in_a_row > 20, "{in_a_row} prompts in a row went to the worker that has them in its store");
     cluster.stop().await;
 }
 
@@ -152,7 +175,7 @@ async fn a_prompt_does_not_go_where_its_kv_would_be_late() {
     let rates = [(2, 1e6), (3, 1e12), (4, 1e6)];
     let links = rates.map(|(worker, bytes_per_second)| Link { worker, bytes_per_second }).to_vec();
     let mut says = queues(0);
-    says.push(Event::Links(LinksEvent { token_bytes: 1 << 17, links }));
+    says.push(Event::Links(LinksEvent { token_bytes: 1 << 17, links, load_seconds: 0.0 }));
     let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([says])).await;
     let mut decodes = Vec::new();
     for _ in rates {

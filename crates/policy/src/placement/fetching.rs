@@ -78,7 +78,7 @@ mod tests {
         decode: None,
         avoid: &[],
         sent: None,
-        held: Held { blocks: 250, by: &HOLDERS },
+        held: Held { blocks: 250, by: &HOLDERS, stored: &[] },
         apart: &[],
         turn: 0,
     };
@@ -138,7 +138,10 @@ mod tests {
         assert!(!of(&slow, &ASK), "half a second for what is computed in 0.65");
         assert!(!of(&silent, &ASK), "nobody knows how large it is");
         let few = [Holder { blocks: 7, ..HOLDERS[0] }];
-        assert!(!of(&fast, &PlacementInput { held: Held { blocks: 250, by: &few }, ..ASK }), "not worth the asking");
+        assert!(
+            !of(&fast, &PlacementInput { held: Held { blocks: 250, by: &few, stored: &[] }, ..ASK }),
+            "not worth the asking"
+        );
     }
 
     #[test]
@@ -155,7 +158,7 @@ mod tests {
         assert_eq!(fetch(|view| view[1].exchanges = 8, &ASK), None, "I1: of another KV type");
         assert_eq!(fetch(|_| (), &PlacementInput { avoid: &[WorkerId(1)], ..ASK }), None, "it failed this request");
         let two = [HOLDERS[0], Holder { worker: WorkerId(11), blocks: 100 }];
-        let ask = PlacementInput { held: Held { blocks: 250, by: &two }, ..ASK };
+        let ask = PlacementInput { held: Held { blocks: 250, by: &two, stored: &[] }, ..ASK };
         let second = fetch(|view| view[0].exchanges = 0, &ask).unwrap();
         assert_eq!((second.from, second.tokens), (WorkerId(11), 1600), "from the one that holds the next most");
     }
@@ -164,7 +167,7 @@ mod tests {
     #[test]
     fn a_prompt_is_never_fetched_to_its_end() {
         let (links, whole) = (links(), [Holder { blocks: 250, ..HOLDERS[0] }]);
-        let ask = PlacementInput { held: Held { blocks: 250, by: &whole }, ..ASK };
+        let ask = PlacementInput { held: Held { blocks: 250, by: &whole, stored: &[] }, ..ASK };
         assert_eq!(place(&view(&links, 40_000), &ask).fetch.unwrap().tokens, 3984);
     }
 }

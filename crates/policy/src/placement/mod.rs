@@ -5,6 +5,7 @@
 
 mod fetching;
 mod links;
+mod loading;
 mod predicted;
 mod slo;
 mod turns;
@@ -19,6 +20,7 @@ use crate::kv_index::Holder;
 use crate::prefixes::Sent;
 
 pub use links::Links;
+pub use loading::Load;
 pub use predicted::Predicted;
 pub use slo::{Missed, Slo};
 pub use turns::{LeastLoaded, RoundRobin};
@@ -102,6 +104,11 @@ impl PlacementInput<'_> {
         let sent = self.sent.filter(|sent| sent.age <= ON_ITS_WAY && there(sent.to)).map_or(0, |sent| sent.blocks);
         told.max(sent).saturating_mul(self.block_size).min(self.tokens.saturating_sub(1))
     }
+
+    /// Leading blocks of the prompt that a worker says it has in its own store.
+    fn stored(&self, worker: WorkerId) -> u32 {
+        self.held.stored.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks)
+    }
 }
 
 /// Who holds how much of a prompt.
@@ -109,8 +116,10 @@ impl PlacementInput<'_> {
 pub struct Held<'a> {
     /// Blocks of the prompt.
     pub blocks: usize,
-    /// Those that hold most of them, the one with most first.
+    /// Those that hold most of them in their pools, the one with most first.
     pub by: &'a [Holder],
+    /// Those that hold most of them in their own stores, the one with most first.
+    pub stored: &'a [Holder],
 }
 
 impl Held<'_> {
@@ -162,6 +171,8 @@ pub struct Chosen {
     pub late: bool,
     /// What the worker that computes takes from another one first. It helps; where it fails, all is computed.
     pub fetch: Option<Fetch>,
+    /// What the worker that computes is expected to take from its own store first. It decides so itself.
+    pub load: Option<Load>,
 }
 
 /// Why a request was placed where it was.
@@ -227,7 +238,7 @@ impl Terms {
 
 impl From<Placed> for Chosen {
     fn from(placed: Placed) -> Chosen {
-        Chosen { placed, why: None, number: 0, late: false, fetch: None }
+        Chosen { placed, why: None, number: 0, late: false, fetch: None, load: None }
     }
 }
 

@@ -14,7 +14,8 @@ use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
 
 use super::fetching::Source;
-use super::{Candidate, Chosen, Eligible, Fetch, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
+use super::loading::load as loads;
+use super::{Candidate, Chosen, Eligible, Fetch, Load, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
 
 /// Decode workers that are tried with each prefill worker: those with the least time of their own.
 const DECODES: usize = 4;
@@ -94,6 +95,7 @@ struct Weighed {
     /// Of options that are alike: tokens of the prompt that the workers lack, and requests of this router at the one that computes them.
     rank: (u32, u32),
     fetch: Option<Fetch>,
+    load: Option<Load>,
 }
 
 impl Weighed {
@@ -107,7 +109,14 @@ impl Weighed {
         let placed = Placed { decode: decode.worker.id, prefill: prefill.map(|prefill| prefill.worker.id) };
         let computes = prefill.unwrap_or(decode);
         let rank = (missing, computes.worker.in_flight);
-        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), rank, fetch: computes.fetch }
+        Weighed {
+            placed,
+            sum: terms.sum(),
+            terms: terms.delayed(request.delays),
+            rank,
+            fetch: computes.fetch,
+            load: computes.loads,
+        }
     }
 }
 
@@ -124,12 +133,12 @@ fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, Pl
         return Err(least.map_or(none, |missed| PlacementError::Late(Box::new(missed))));
     };
     let alike = options.iter().filter(|option| option.sum <= best.sum + ALIKE).filter(meets);
-    let Weighed { placed, terms, fetch, .. } =
+    let Weighed { placed, terms, fetch, load, .. } =
         *alike.min_by_key(|option| (option.rank, mix(option.placed, request.turn))).unwrap_or(best);
     let next = options.iter().filter(|other| other.placed != placed).min_by(by_sum);
     let next = next.map(|next| (next.placed, next.terms));
     let why = Some(Why { terms, next, considered: options.len() as u32 });
-    Ok(Chosen { placed, why, number: 0, late: false, fetch })
+    Ok(Chosen { placed, why, number: 0, late: false, fetch, load })
 }
 
 /// A number that orders equals, another one in each turn.
@@ -143,16 +152,20 @@ fn mix(placed: Placed, turn: u64) -> u64 {
 struct Outlook<'a> {
     worker: &'a Candidate<'a>,
     load: Backlog,
-    /// Leading tokens of the prompt that it need not compute.
+    /// Leading tokens of the prompt that it has in its pool.
     cached: u32,
+    /// The same once it has loaded what it has in its own store.
+    has: u32,
     /// How long it waits for what is queued, in seconds.
     waits: f64,
-    /// How long it then takes, with what it fetches.
+    /// How long it then takes, with what it fetches or loads.
     computes: f64,
     /// How long it would take if it fetched nothing.
     computes_all: f64,
     /// What it takes from another worker first.
     fetch: Option<Fetch>,
+    /// What it takes from its own store first.
+    loads: Option<Load>,
 }
 
 impl<'a> Outlook<'a> {
@@ -165,17 +178,21 @@ impl<'a> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
         let cached = request.cached(worker.id);
         let load = Backlog { cost: cost(&load, usual, request), ..load };
-        let fetch = source.and_then(|source| source.fetch(worker, &load, cached, request));
-        let here = fetch.map_or(cached, |fetch| fetch.tokens);
+        let loads = loads(worker, &load, cached, request);
+        let has = loads.map_or(cached, |loads| loads.tokens);
+        let fetch = source.and_then(|source| source.fetch(worker, &load, has, request));
+        let here = fetch.map_or(has, |fetch| fetch.tokens);
         let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
         let waits = load.wait((request.tokens - here).into());
-        // It is fetched while the prompt waits.
-        let fetches = fetch.map_or(0.0, |fetch| (fetch.seconds - waits).max(0.0));
-        Outlook { worker, load, cached, waits, computes: fetches + prompt(here), computes_all: prompt(cached), fetch }
+        // It comes while the prompt waits.
+        let brings = fetch.map(|fetch| fetch.seconds).or(loads.map(|loads| loads.seconds));
+        let computes = brings.map_or(0.0, |seconds| (seconds - waits).max(0.0)) + prompt(here);
+        Outlook { worker, load, cached, has, waits, computes, computes_all: prompt(has), fetch, loads }
     }
 
+    /// Tokens of the prompt that it has to compute, or to be handed.
     fn missing(&self, request: &PlacementInput<'_>) -> u32 {
-        request.tokens - self.cached
+        request.tokens - self.has
     }
 
     /// The part of a decode worker that gives the answer.
@@ -207,7 +224,7 @@ impl<'a> Outlook<'a> {
     /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
     fn waits_for_blocks(&self, step: f64, request: &PlacementInput<'_>) -> f64 {
         let size = request.block_size.max(1);
-        let needs = i64::from((self.missing(request) + request.answer).div_ceil(size));
+        let needs = i64::from((request.tokens - self.cached + request.answer).div_ceil(size));
         let lacks = needs.saturating_sub(self.load.room);
         if lacks <= 0 {
             return 0.0;
@@ -233,7 +250,7 @@ impl<'a> Outlook<'a> {
     /// A decode worker computes the prompt itself: the answers beside it wait.
     fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
-        let here = self.fetch.map_or(self.cached, |fetch| fetch.tokens);
+        let here = self.fetch.map_or(self.has, |fetch| fetch.tokens);
         let own = StepWork::default().with_prompt(here.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into());
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;

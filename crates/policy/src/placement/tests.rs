@@ -37,7 +37,7 @@ const ASK: PlacementInput<'static> = PlacementInput {
     decode: None,
     avoid: &[],
     sent: None,
-    held: Held { blocks: 0, by: &[] },
+    held: Held { blocks: 0, by: &[], stored: &[] },
     apart: &[],
     turn: 0,
 };
@@ -153,7 +153,8 @@ fn the_worker_that_holds_most_is_taken_where_it_has_room() {
         let holder = |id, blocks| Holder { worker: WorkerId(id), blocks };
         let by = [holder(13, 9), holder(2, 8), holder(12, 6), holder(11, 5)];
         let to = Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) };
-        let (held, sent) = (Held { blocks: 10, by: &by }, Some(Sent { to, blocks: 6, age: Duration::ZERO }));
+        let (held, sent) =
+            (Held { blocks: 10, by: &by, stored: &[] }, Some(Sent { to, blocks: 6, age: Duration::ZERO }));
         let ask = PlacementInput { held, sent, ..ASK };
         assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(2)));
         view[4].in_flight = ROOM + 1;
@@ -231,7 +232,7 @@ fn a_prompt_goes_where_it_is_computed_first() {
     let place = |policy: &mut Predicted, view: &[_], ask: &_| ids(policy.place(view, ask).unwrap()).1;
     assert_eq!(place(&mut policy, &view, &LONG), Some(2), "the shorter queue");
     let by = [Holder { worker: WorkerId(1), blocks: 240 }];
-    let held = PlacementInput { held: Held { blocks: 250, by: &by }, ..LONG };
+    let held = PlacementInput { held: Held { blocks: 250, by: &by, stored: &[] }, ..LONG };
     assert_eq!(place(&mut policy, &view, &held), Some(1), "who holds it has less to compute");
     view[0].load = queue(30_000);
     assert_eq!(place(&mut policy, &view, &held), Some(2), "the queue is longer than that");

@@ -23,7 +23,7 @@ use crate::prefixes::Prefixes;
 mod placing;
 mod roster;
 
-pub use placing::Ask;
+pub use placing::{Ask, Known};
 use roster::{Roster, Worker, works};
 
 /// How often a lost worker is asked whether it is back.

@@ -80,6 +80,7 @@ impl World {
             decode: None,
             prefill: None,
             fetch: None,
+            load: None,
             early,
             busy: false,
             recovering: None,

@@ -193,7 +193,7 @@ impl<'a> Cluster<'a> {
             slo: self.setup.slo,
             class: Default::default(),
         };
-        let Ok(chosen) = router.fleet.place(&ask, &held, clock) else {
+        let Ok(chosen) = router.fleet.place(&ask, held.as_slice(), clock) else {
             self.outcome.rejected += 1;
             return;
         };

@@ -36,21 +36,43 @@ pub struct Ask {
     pub class: Class,
 }
 
+/// Which workers say that they hold how much of the prompt, those with most first.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Known<'a> {
+    /// In their pools.
+    pub pool: &'a [Holder],
+    /// In their own stores below them.
+    pub store: &'a [Holder],
+}
+
+impl<'a> From<&'a [Holder]> for Known<'a> {
+    fn from(pool: &'a [Holder]) -> Self {
+        Known { pool, store: &[] }
+    }
+}
+
+impl<'a, const N: usize> From<&'a [Holder; N]> for Known<'a> {
+    fn from(pool: &'a [Holder; N]) -> Self {
+        Known { pool, store: &[] }
+    }
+}
+
 impl Fleet {
     /// Chooses workers for a request of the model. Lost workers, and those that do worse than others ([`Fleet::judge`]), are chosen only
     /// when placement fails without them; lost ones last. A decode worker that the request already has is kept in any case.
     ///
     /// # Errors
     /// Why no worker can take the request.
-    pub fn place(&mut self, ask: &Ask, held: &[Holder], now: Instant) -> Result<Chosen, Failure> {
+    pub fn place<'a>(&mut self, ask: &Ask, known: impl Into<Known<'a>>, now: Instant) -> Result<Chosen, Failure> {
         self.placements = self.placements.wrapping_add(1);
         let (block_size, turn) = (self.block_size(), self.seed.wrapping_add(self.placements));
         let delays = self.calibrations.delays();
         let Fleet { model, roster, placement, prefixes, outliers, .. } = self;
-        let seen = held.iter().map(|holder| holder.worker).chain(ask.decode);
+        let Known { pool, store } = known.into();
+        let seen = pool.iter().chain(store).map(|holder| holder.worker).chain(ask.decode);
         let some = roster.some(placement.looks_at(), seen, turn);
         let (sent, apart) = (prefixes.find(&ask.names, now), &outliers.apart(now));
-        let held = Held { blocks: ask.names.len(), by: held };
+        let held = Held { blocks: ask.names.len(), by: pool, stored: store };
         let answer = (self.answer as u32).min(ask.most);
         let late = self.late.map_or(f64::INFINITY, |from| from.as_secs_f64());
         let Ask { ref avoid, split, decode, tokens, mut slo, class, .. } = *ask;
@@ -101,9 +123,10 @@ impl Fleet {
             outliers.placed(Subject::Worker(prefill), now);
             outliers.placed(Subject::Pair { prefill, decode }, now);
         }
-        // What it fetches it need not compute.
+        // What it fetches or loads it need not compute.
         let fetched = |worker| chosen.fetch.filter(|fetch| fetch.to == worker).map_or(0, |fetch| fetch.tokens);
-        let cached = |worker: WorkerId| input.cached(worker).max(fetched(worker));
+        let loaded = |worker| chosen.load.filter(|load| load.at == worker).map_or(0, |load| load.tokens);
+        let cached = |worker: WorkerId| input.cached(worker).max(fetched(worker)).max(loaded(worker));
         let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, cached));
         prefixes.note(&ask.names, chosen.placed, now);
         chosen.late = ask.decode.is_none() && self.is_late(&chosen);
