@@ -133,7 +133,7 @@ def hits(options):
             if request is None:
                 return
             _, output, names = request
-            prompt = [1 + hash((name, place)) % 20000 for name in names for place in range(BLOCK)]
+            prompt = [1 + hash((name, place)) % 600 for name in names for place in range(BLOCK)]
             try:
                 cached, _ = ask(cluster, prompt, output)
             except (OSError, RuntimeError) as error:
