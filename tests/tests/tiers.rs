@@ -120,7 +120,18 @@ fn a_restarted_cluster_asks_the_worker_that_has_a_prompt_on_disk() -> anyhow::Re
         Cluster::start(ClusterOptions { decode: 3, ..one })
     };
     let cluster = start()?;
-    let (want, _) = all(&cluster)?;
+    // All at once, so that they are spread.
+    let client = cluster.client()?;
+    let asked: Vec<_> = (0..PROMPTS)
+        .map(|which| {
+            let (client, request) = (client.clone(), sampled(prompt(PROMPT, which), 6, which));
+            cluster.spawn(async move { client.ask(request).await })
+        })
+        .collect();
+    let mut want = Vec::new();
+    for answer in asked {
+        want.push(cluster.block_on(answer)??.ids);
+    }
     let on_disk = |cluster: &Cluster| -> anyhow::Result<Vec<f64>> {
         let workers = cluster.workers_of(Role::Decode);
         workers.iter().map(|worker| Ok(worker.metrics()?.sum("baton_kv_tier_blocks", "tier=\"disk\""))).collect()
