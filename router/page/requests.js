@@ -49,8 +49,16 @@ export function requests() {
       shown.replaceChildren(h("section", { class: "card" }, h("h2", null, "Request ", h("code", null, id)), h("p", { class: "muted" }, `${answer.error[0].toUpperCase()}${answer.error.slice(1)}. It keeps the latest 256 answers.`)));
       return;
     }
+    // What was opened stays open.
+    const opened = [...shown.querySelectorAll("details")].map((details) => details.open);
     shown.replaceChildren(...detail(answer));
-    if (answer.choices.some((choice) => choice.outcome === "running")) timer = setTimeout(() => load(id), AGAIN);
+    shown.querySelectorAll("details").forEach((details, at) => { details.open = opened[at] ?? false; });
+    if (answer.choices.some((choice) => choice.outcome === "running")) again(id);
+  }
+
+  /** Asks again while the page can be seen. */
+  function again(id) {
+    timer = setTimeout(() => (document.hidden ? again(id) : load(id)), AGAIN);
   }
 
   function close() {
@@ -138,11 +146,14 @@ function placement(told) {
   const next = told.next_best?.predicted;
   const time = (value) => h("td", { class: "num" }, seconds(value));
   const terms = TERMS.map(([field, meaning]) => h("tr", null, h("th", { scope: "row" }, meaning), time(told.predicted[field]), time(next?.[field])));
+  const brings = [["fetches", "from another worker"], ["loads", "from its own store"]].filter(([field]) => told[field])
+    .map(([field, whence]) => h("p", { class: "small" }, `It takes ${count(told[field].tokens)} tokens ${whence} first, in ${seconds(told[field].seconds)} as predicted.`));
   const came = [["first_token_s", "time to the first token"], ["token_s", "from token to token"]]
     .map(([field, meaning]) => h("tr", null, h("th", { scope: "row" }, meaning), time(told.predicted[field]), time(told.measured[field])));
   const table = (...parts) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Prediction" }, h("table", null, parts));
   return h("section", { class: "card" }, title,
     table(head("seconds counted", "here ", "next best "), h("tbody", null, terms)),
+    brings,
     h("p", { class: "muted small" }, next ? `Next best of ${told.options} options: ${workers(told.next_best)}.` : "There was no other option."),
     table(head("", "predicted ", "measured "), h("tbody", null, came)));
 }
