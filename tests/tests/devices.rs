@@ -48,6 +48,9 @@ fn child() -> anyhow::Result<()> {
         local_prefill: 0,
         pack_tokens: PackTokens::Tokens(64),
         step_timeout: (on == "still").then_some(STANDS_STILL),
+        kv_host: Bytes::mib(if on.starts_with("stored") { 8 } else { 0 }),
+        kv_disk: on.starts_with("stored").then(|| std::path::Path::new(model).join("kv")),
+        kv_disk_size: Bytes::mib(64),
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -262,6 +265,41 @@ fn ranks_on_devices_hand_over_as_one_worker() -> anyhow::Result<()> {
     assert!(got.iter().all(|ids| ids.len() == 6));
     assert_eq!(carried, [("tcp".to_owned(), REQUESTS)].into());
     assert!(unused["cuda-ipc"].contains("spread over several GPUs"), "{unused:?}");
+    Ok(())
+}
+
+/// KV of a device's pool goes to host memory and to disk, and from there into the pool of the next worker: of one device, and of two.
+#[test]
+fn kv_of_a_device_comes_back_from_disk() -> anyhow::Result<()> {
+    for worker in ["decode stored auto", "decode stored2 auto"] {
+        let Some(Stage { runtime, directory }) = Stage::set()? else { return Ok(()) };
+        let model = directory.path().to_str().context("a path in UTF-8")?;
+        let ask = |scene: &Scene| -> anyhow::Result<Vec<(Vec<u32>, u32)>> {
+            let one = |seed| {
+                let answer = runtime.block_on(scene.client.ask(sampled(prompt(90, seed), 6, seed)))?;
+                let usage = answer.finish.as_ref().and_then(|finish| finish.usage).context("usage")?;
+                anyhow::Ok((answer.ids, usage.cached_tokens))
+            };
+            (1..4).map(one).collect()
+        };
+        let metric = |scene: &Scene, name: &str, labels: &str| {
+            let admin = scene.members[0].admin.trim_start_matches("http://").parse()?;
+            anyhow::Ok(Metrics::of(admin)?.sum(name, labels))
+        };
+        let scene = Scene::start(&runtime, model, &[worker])?;
+        let first = ask(&scene)?;
+        assert!(first.iter().all(|(_, cached)| *cached == 0), "{first:?}");
+        wait(|| (metric(&scene, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= 15.0).then_some(()))?;
+        drop(scene);
+        let scene = Scene::start(&runtime, model, &[worker])?;
+        wait(|| (metric(&scene, "baton_kv_tier_blocks", "tier=\"disk\"").ok()? >= 15.0).then_some(()))?;
+        let again = ask(&scene)?;
+        for ((want, _), (got, cached)) in first.iter().zip(&again) {
+            assert_eq!((got, *cached), (want, 80), "I1");
+        }
+        wait(|| (metric(&scene, "baton_kv_loaded_tokens_total", "").ok()? == 240.0).then_some(()))?;
+        runtime.block_on(wait_all_free(&scene.registry))?;
+    }
     Ok(())
 }
 

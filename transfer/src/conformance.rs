@@ -50,8 +50,7 @@ use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, Work
 pub use children::child;
 use connections::{connections, with_connections};
 use device::{devices, pool_on, read, write};
-#[cfg(test)]
-pub(crate) use fake::{Broken, memory_over};
+pub use fake::{Broken, memory_over};
 use faults::{after_each, altered, before_each, held, watched};
 use secrets::{tls, with_tls};
 use ways::for_each_transport;

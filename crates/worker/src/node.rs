@@ -174,8 +174,8 @@ impl Node {
         let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
         let role = N::shell(&node, handle.commands(), &ends)?;
         let store = tiers::open(&node, &backend)?;
-        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?.flatten();
-        let load_seconds = tiers.as_ref().map(TiersShell::load_seconds);
+        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
+        let load_seconds = tiers.as_ref().map(|tiers| tiers.load_seconds(node.config.kv_disk.is_some()));
         let shells = Shells { role, exchange: Some(exchange), tiers };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);

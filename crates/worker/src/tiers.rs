@@ -1,9 +1,9 @@
 //! The shell around the tiers below the pool (`baton_roles::tiers`): the worker's own store in host memory and on disk, and the threads that copy
-//! blocks between it and the pool.
-//!
-//! A load verifies each layer of each block while it is copied (I2). Nobody uses a block before all of its prefix is there.
+//! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
-use std::collections::{HashMap, VecDeque};
+mod copier;
+
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,12 +11,12 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Exchange as Prefix, NewSequence};
-use baton_kv_store::{BlockKey, DiskConfig, Identity, Part, Shape, StoreConfig, Tier};
-use baton_roles::tiers::{Command, Effect, Move, is_hole};
+use baton_kv_store::{DiskConfig, Identity, Shape, StoreConfig, Tier};
+use baton_roles::tiers::{Command, Effect, Move};
 use baton_runtime::metrics as names;
-use baton_store::{Got, KvStore, Reading, Settings};
-use baton_transfer::{Pool, Segment};
-use baton_types::{BlockId, KvLayout, PoolGeometry, SeqId};
+use baton_store::{KvStore, Settings};
+use baton_types::{KvLayout, SeqId};
+use copier::{Copier, Memory};
 use metrics::{counter, gauge};
 
 use crate::error::{WorkerError, check};
@@ -71,8 +71,6 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
     if kv_host.0 == 0 && kv_disk.is_none() {
         return Ok(None);
     }
-    let host = matches!(node.pool, Pool::Host(_));
-    check(host, "kv_host", kv_host, "0B with KV in a GPU's memory, which cannot be stored yet".to_owned())?;
     let shape = Shape::new(&node.geometry.layout).map_err(store_error)?;
     let least = if kv_disk.is_some() { 8 * shape.stride() } else { shape.stride() } as u64;
     let must = format!("at least {least} bytes for blocks of this model; kv_disk needs some host memory, too");
@@ -96,9 +94,9 @@ fn identity(node: &Node, backend: &str) -> Identity {
     Identity { layout: node.geometry.layout.fingerprint(), numerics: numerics(&node.config, backend) }
 }
 
-/// Whatever changes a bit of KV beside its layout, which has the model and its weights.
+/// Whatever changes a bit of KV beside its layout, which has the model and its weights. All CPUs compute the same bits; GPUs of the same name do.
 pub(crate) fn numerics(config: &WorkerConfig, backend: &str) -> u64 {
-    let kind = backend.split([' ', '(']).next().unwrap_or(backend);
+    let kind = if backend.contains("cuda") { backend } else { "cpu" };
     BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.tp, config.quantization), 0).short()
 }
 
@@ -109,17 +107,20 @@ impl TiersShell {
         node: &Node,
         commands: Commands<C>,
         news: &Arc<WorkerNews>,
-    ) -> Result<Option<TiersShell>, WorkerError> {
-        let Pool::Host(segment) = &node.pool else { return Ok(None) };
+    ) -> Result<TiersShell, WorkerError> {
         stored::follow(&store, news)?;
         let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
-        let (segment, geometry) = (Arc::clone(segment), node.geometry.clone());
-        let layout = geometry.layout.clone();
-        let copier = Copier { store: Arc::clone(&store), segment, geometry, ahead };
+        let layout = node.geometry.layout.clone();
+        // Each thread has a queue to the device of its own.
+        let copier = || -> Result<Copier, WorkerError> {
+            let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
+            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead })
+        };
+        let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new([FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits())));
         let (loads, to_load) = mpsc::channel::<Load>();
         let (saves, to_save) = mpsc::channel::<Box<Move>>();
-        let (loader, paces, tell) = (copier.clone(), Arc::clone(&pace), commands.clone());
+        let (paces, tell) = (Arc::clone(&pace), commands.clone());
         // If the engine is gone, there are no blocks to free.
         std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
             for Load { what, given_up } in to_load {
@@ -130,25 +131,20 @@ impl TiersShell {
         })?;
         std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
             for what in to_save {
-                let _ = catch_unwind(AssertUnwindSafe(|| copier.save(&what)));
+                let _ = catch_unwind(AssertUnwindSafe(|| saver.save(&what)));
                 let _ = commands.post(engine_thread::Message::Tiers(Command::Saved(what.seq)));
             }
         })?;
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(Some(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted }))
+        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted })
     }
 
-    /// Tells how many seconds a token takes to load: from the slower of the tiers that hold any block. 0: none does.
-    pub fn load_seconds(&self) -> impl Fn() -> f64 + Send + Sync + use<> {
-        let (store, pace) = (Arc::downgrade(&self.store), Arc::clone(&self.pace));
+    /// Tells how many seconds a token takes to load: from disk, if there is one, since most blocks are there.
+    pub fn load_seconds(&self, disk: bool) -> impl Fn() -> f64 + Send + Sync + use<> {
+        let (pace, from) = (Arc::clone(&self.pace), place(if disk { Tier::Disk } else { Tier::Host }));
         let token_bytes = self.block_bytes as f64 / f64::from(self.layout.block_size);
-        move || {
-            let Some(store) = store.upgrade() else { return 0.0 };
-            let held = Tier::ALL.into_iter().filter(|tier| store.blocks(*tier) > 0);
-            let nanos = held.map(|tier| f64::from_bits(pace[place(tier)].load(Ordering::Relaxed)));
-            nanos.fold(0.0, f64::max) * token_bytes / 1e9
-        }
+        move || f64::from_bits(pace[from].load(Ordering::Relaxed)) * token_bytes / 1e9
     }
 
     /// What to load for a prompt that comes next.
@@ -248,117 +244,6 @@ fn place(tier: Tier) -> usize {
     match tier {
         Tier::Host => 0,
         Tier::Disk => 1,
-    }
-}
-
-/// Copies blocks between the pool's memory and the store.
-#[derive(Clone)]
-struct Copier {
-    store: Arc<KvStore>,
-    segment: Arc<Segment>,
-    geometry: PoolGeometry,
-    /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
-    ahead: usize,
-}
-
-impl Copier {
-    /// The keys of a move's blocks, each with its blocks in the pool, by group.
-    fn keys(&self, what: &Move) -> Vec<(BlockKey, Vec<BlockId>)> {
-        let size = self.store.shape().block_size();
-        let (prefix, count) = (&what.prefix, what.blocks.first().map_or(0, Vec::len));
-        let mut parent = prefix.prefix.root;
-        let mut keys = Vec::with_capacity(count);
-        for (at, tokens) in prefix.tokens.chunks_exact(size as usize).enumerate().take(what.first as usize + count) {
-            let name = parent.then(tokens);
-            if let Some(at) = at.checked_sub(what.first as usize) {
-                let blocks: Vec<BlockId> = what.blocks.iter().filter_map(|list| list.get(at).copied()).collect();
-                let groups = (0u32..).zip(&blocks).filter(|(_, block)| !is_hole(**block));
-                let groups = groups.fold(0, |all, (group, _)| all | 1 << group);
-                keys.push((BlockKey { name, parent, tokens: tokens.into(), groups }, blocks));
-            }
-            parent = name;
-        }
-        keys
-    }
-
-    /// First byte and length of a part of a block in the pool.
-    fn part(&self, part: &Part, blocks: &[BlockId]) -> (*mut u8, usize) {
-        let range = self.geometry.block_range(part.group, part.layer, blocks[part.group]);
-        assert!(range.end <= self.segment.len(), "a block outside the pool");
-        // SAFETY: the range lies in the segment.
-        (unsafe { self.segment.as_ptr().add(range.start) }, range.len())
-    }
-
-    /// Copies blocks into the pool. False: not all of them are there, and none may be used.
-    fn load(&self, what: &Move, given_up: &AtomicBool, paces: &[AtomicU64; 2]) -> bool {
-        let limit = Duration::from_millis(100);
-        let mut keys = self.keys(what).into_iter();
-        let mut asked: VecDeque<(Got, Vec<BlockId>)> = VecDeque::new();
-        loop {
-            while asked.len() < self.ahead
-                && let Some((key, blocks)) = keys.next()
-            {
-                if key.groups != 0 {
-                    asked.push_back((self.store.get(key), blocks));
-                }
-            }
-            let Some((got, blocks)) = asked.pop_front() else { return true };
-            let (begun, reading) = (
-                Instant::now(),
-                match got {
-                    Got::Ready(reading) => Some(reading),
-                    Got::Missed(_) => None,
-                    Got::Pending(mut pending) => loop {
-                        match pending.wait(limit) {
-                            Some(read) => break read.ok(),
-                            None if given_up.load(Ordering::Relaxed) => break None,
-                            None => {}
-                        }
-                    },
-                },
-            );
-            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else { return false };
-            let tier = reading.tier();
-            if !self.copy_in(reading, &blocks) {
-                return false;
-            }
-            follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
-        }
-    }
-
-    fn copy_in(&self, mut reading: Reading, blocks: &[BlockId]) -> bool {
-        let copied = reading.copy_to(|part| {
-            // Of a block that a window has passed by now, the store may have more than is wanted.
-            if is_hole(blocks[part.group]) {
-                return None;
-            }
-            let (start, length) = self.part(part, blocks);
-            // SAFETY: the block is lent to this load alone until it says that it is over (I3), and parts do not overlap.
-            Some(unsafe { std::slice::from_raw_parts_mut(start, length) })
-        });
-        match copied {
-            Ok(()) => true,
-            Err(error) => {
-                tracing::warn!(%error, "a stored block is damaged; it is computed instead");
-                false
-            }
-        }
-    }
-
-    /// Copies blocks out of the pool, as far as the store takes them.
-    fn save(&self, what: &Move) {
-        for (key, blocks) in self.keys(what) {
-            if key.groups == 0 {
-                continue;
-            }
-            if let Ok(filling) = self.store.put(key) {
-                filling.copy_from(|part| {
-                    let (start, length) = self.part(part, &blocks);
-                    // SAFETY: the block is in the prefix cache and held by this save, so that nobody writes to it.
-                    unsafe { std::slice::from_raw_parts(start, length) }
-                });
-            }
-        }
     }
 }
 

@@ -13,7 +13,7 @@ use super::*;
 use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
 
 /// This memory as a device's memory.
-pub(crate) fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
+pub fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
     Arc::new(Fake { segment: segment.clone() })
 }
 
@@ -183,7 +183,7 @@ impl Drop for FakeQueue {
 }
 
 /// A device of which every operation fails.
-pub(crate) struct Broken {
+pub struct Broken {
     /// Size of its pool in bytes.
     pub bytes: usize,
 }

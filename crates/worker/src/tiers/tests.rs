@@ -1,22 +1,41 @@
 //! Blocks are copied between a pool and the store, and back into another pool.
 
+use std::os::fd::BorrowedFd;
+
 use baton_engine::HOLE;
 use baton_engine::fake::tiny_layout;
-use baton_types::RequestId;
-use baton_types::Time;
+use baton_transfer::conformance::{Broken, memory_over};
+use baton_transfer::{DeviceError, DeviceQueue, JobDone, Moving, Pool, Segment};
+use baton_types::{BlockId, PoolGeometry, RequestId, Time};
 
 use super::*;
 
 const BLOCKS: u32 = 8;
 
-/// A pool whose bytes are all different from block to block, and a store for its blocks.
-fn copier(first: u8, store: &Arc<KvStore>) -> Copier {
+/// A pool in host memory whose bytes are all different from block to block, and a store for its blocks.
+fn copier(first: u8, store: &Arc<KvStore>) -> Pair {
+    pair(first, store, |segment| Pool::Host(Arc::clone(segment)))
+}
+
+/// The same with a pool in a device's memory.
+fn on_device(first: u8, store: &Arc<KvStore>) -> Pair {
+    pair(first, store, |segment| Pool::Device(memory_over(segment)))
+}
+
+/// What copies, and the memory that it copies from and to.
+struct Pair {
+    copier: Copier,
+    segment: Arc<Segment>,
+}
+
+fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -> Pair {
     let geometry = PoolGeometry::uniform(tiny_layout(4), BLOCKS);
     let segment = Arc::new(Segment::create("test", geometry.bytes()).unwrap());
     let bytes: Vec<u8> = (0..geometry.bytes()).map(|at| first.wrapping_add((at / 3) as u8)).collect();
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
-    Copier { store: Arc::clone(store), segment, geometry, ahead: 2 }
+    let memory = Memory::of(&pool(&segment)).unwrap();
+    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2 }, segment }
 }
 
 fn store() -> Arc<KvStore> {
@@ -31,49 +50,129 @@ fn what(blocks: [[BlockId; 2]; 2]) -> Move {
     Move { seq: SeqId(1), prefix, first: 1, blocks: blocks.map(|list| list.to_vec()).to_vec() }
 }
 
-fn load(copier: &Copier, what: &Move) -> bool {
+fn load(to: &mut Pair, what: &Move) -> bool {
     let paces = [FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits()));
-    copier.load(what, &AtomicBool::new(false), &paces)
+    to.copier.load(what, &AtomicBool::new(false), &paces)
 }
 
 /// The bytes of a block in all layers of its group.
-fn bytes(copier: &Copier, group: usize, block: BlockId) -> Vec<u8> {
-    let layers = copier.geometry.layout.groups[group].layers.len();
-    let ranges = (0..layers).map(|layer| copier.geometry.block_range(group, layer, block));
+fn bytes(of: &Pair, group: usize, block: BlockId) -> Vec<u8> {
+    let geometry = &of.copier.geometry;
+    let layers = geometry.layout.groups[group].layers.len();
+    let ranges = (0..layers).map(|layer| geometry.block_range(group, layer, block));
     // SAFETY: nobody writes to the segment now.
-    ranges.flat_map(|range| unsafe { copier.segment.read(range.start, range.len()) }).collect()
+    ranges.flat_map(|range| unsafe { of.segment.read(range.start, range.len()) }).collect()
 }
 
+/// Between host memory and devices, whose reads and writes are done as late as is allowed.
 #[test]
 fn what_is_saved_from_one_pool_is_loaded_into_another() {
-    let store = store();
-    let (from, to) = (copier(1, &store), copier(99, &store));
-    // The second group's window has passed the first block.
-    let saved = what([[BlockId(3), BlockId(0)], [HOLE, BlockId(5)]]);
-    from.save(&saved);
-    let untouched = bytes(&to, 0, BlockId(7));
-    assert!(load(&to, &what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]])));
-    for (group, source, target) in [(0, 3, 6), (0, 0, 2), (1, 5, 4)] {
-        assert_eq!(bytes(&to, group, BlockId(target)), bytes(&from, group, BlockId(source)), "group {group}");
+    for (source, target) in
+        [(copier as fn(_, &_) -> _, copier as fn(_, &_) -> _), (on_device, on_device), (copier, on_device)]
+    {
+        let store = store();
+        let (mut from, mut to) = (source(1, &store), target(99, &store));
+        // The second group's window has passed the first block.
+        from.copier.save(&what([[BlockId(3), BlockId(0)], [HOLE, BlockId(5)]]));
+        let untouched = bytes(&to, 0, BlockId(7));
+        assert!(load(&mut to, &what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]])));
+        for (group, source, target) in [(0, 3, 6), (0, 0, 2), (1, 5, 4)] {
+            assert_eq!(bytes(&to, group, BlockId(target)), bytes(&from, group, BlockId(source)), "group {group}");
+        }
+        assert_eq!(bytes(&to, 0, BlockId(7)), untouched);
+        let lacks = what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]]);
+        assert!(!load(&mut to, &lacks), "a layer group is not there");
+        let mut other = what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]]);
+        other.prefix.tokens[1] = 77;
+        assert!(!load(&mut to, &other), "another prompt");
     }
-    assert_eq!(bytes(&to, 0, BlockId(7)), untouched);
-    assert!(!load(&to, &what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]])), "a layer group is not there");
-    let mut other = what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]]);
-    other.prefix.tokens[1] = 77;
-    assert!(!load(&to, &other), "another prompt");
 }
 
 /// A block was saved when its window still saw it, and is loaded when it sees it no more.
 #[test]
 fn what_the_store_has_and_nobody_wants_stays_there() {
-    let store = store();
-    let (from, to) = (copier(1, &store), copier(99, &store));
-    from.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
-    assert!(load(&to, &what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]])));
-    for (group, source, target) in [(0, 3, 6), (0, 0, 2), (1, 5, 4)] {
-        assert_eq!(bytes(&to, group, BlockId(target)), bytes(&from, group, BlockId(source)), "group {group}");
+    for target in [copier as fn(_, &_) -> _, on_device] {
+        let store = store();
+        let (mut from, mut to) = (copier(1, &store), target(99, &store));
+        from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+        assert!(load(&mut to, &what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]])));
+        for (group, source, target) in [(0, 3, 6), (0, 0, 2), (1, 5, 4)] {
+            assert_eq!(bytes(&to, group, BlockId(target)), bytes(&from, group, BlockId(source)), "group {group}");
+        }
+        let nothing = what([[HOLE, BlockId(2)], [HOLE, BlockId(4)]]);
+        assert!(load(&mut to, &nothing), "nothing of the first block is wanted");
     }
-    assert!(load(&to, &what([[HOLE, BlockId(2)], [HOLE, BlockId(4)]])), "nothing of the first block is wanted");
+}
+
+/// I3: also where a load fails, nothing is on its way to the blocks once it is over.
+#[test]
+fn what_was_on_its_way_to_a_device_has_arrived_when_a_load_fails() {
+    let store = store();
+    let (mut from, mut to) = (copier(1, &store), on_device(99, &store));
+    let saved = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+    // The second block is not there.
+    let first = saved.blocks.iter().map(|list| list[..1].to_vec()).collect();
+    from.copier.save(&Move { blocks: first, ..saved });
+    assert!(!load(&mut to, &what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]])));
+    let now = bytes(&to, 0, BlockId(6));
+    assert_eq!(now, bytes(&from, 0, BlockId(3)), "it is not used, but it is no longer on its way");
+    assert!(load(&mut to, &what([[HOLE, HOLE], [HOLE, HOLE]])), "the queue goes on");
+}
+
+/// I2: what came to be in a device's memory is looked at there.
+#[test]
+fn a_device_that_garbles_what_it_takes_is_noticed() {
+    let store = store();
+    let mut from = copier(1, &store);
+    from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    let wanted = what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]]);
+    let mut to = on_device(99, &store);
+    let Memory::Device(memory, queue) = to.copier.memory else { panic!("a device") };
+    to.copier.memory = Memory::Device(memory, Box::new(Garbles(queue)));
+    assert!(!load(&mut to, &wanted));
+    let broken = |_: &_| Pool::Device(Arc::new(Broken { bytes: 1 << 20 }));
+    let mut broken = pair(99, &store, broken);
+    assert!(!load(&mut broken, &wanted), "nothing can be written");
+    broken.copier.save(&what([[BlockId(1), BlockId(2)], [BlockId(3), BlockId(4)]]));
+    assert!(load(&mut on_device(99, &store), &wanted));
+}
+
+/// A queue that writes a little beside where it should.
+struct Garbles(Box<dyn DeviceQueue>);
+
+impl DeviceQueue for Garbles {
+    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
+        self.0.open(handle, bytes)
+    }
+    fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
+        self.0.read(after, ranges)
+    }
+    fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError> {
+        self.0.copy(after, runs, bytes)
+    }
+    fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
+        self.0.digest(after, runs, bytes)
+    }
+    fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
+        self.0.poll()
+    }
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.fd()
+    }
+    fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError> {
+        self.0.stage(bytes)
+    }
+    fn write(&mut self, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
+        let mut shifted = ranges.to_vec();
+        shifted[0].0 ^= 1;
+        self.0.write(&shifted)
+    }
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.0.settle()
+    }
+    fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
+        self.0.digests(runs, bytes)
+    }
 }
 
 /// Layer group 1 of the tiny layout sees four tokens before the next one: a block.
@@ -88,7 +187,7 @@ fn a_prompt_goes_on_from_where_each_window_is_whole() {
 /// Of a move, the names follow from all blocks before it.
 #[test]
 fn keys_begin_where_the_move_does() {
-    let copier = copier(1, &store());
+    let copier = copier(1, &store()).copier;
     let moved = what([[BlockId(3), BlockId(0)], [HOLE, BlockId(5)]]);
     let names: Vec<BlockName> = BlockName::default().chain(&moved.prefix.tokens, 4).collect();
     let keys: Vec<_> = copier.keys(&moved).into_iter().map(|(key, _)| (key.parent, key.name, key.groups)).collect();
@@ -99,30 +198,30 @@ fn keys_begin_where_the_move_does() {
 #[test]
 fn a_block_that_is_not_as_it_was_stored_is_not_loaded() {
     let store = store();
-    let copier = copier(1, &store);
+    let mut own = copier(1, &store);
     let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
-    for (at, (key, _)) in copier.keys(&blocks).into_iter().enumerate() {
+    for (at, (key, _)) in own.copier.keys(&blocks).into_iter().enumerate() {
         let mut filling = store.put(key.clone()).unwrap();
         let digests = store.shape().digests(key.groups, filling.data());
         // Of the second block one byte is another one.
         filling.data()[17] ^= at as u8;
         filling.done(digests);
     }
-    assert!(!load(&copier, &blocks));
+    assert!(!load(&mut own, &blocks));
     let first = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     let first = Move { blocks: first.blocks.iter().map(|list| list[..1].to_vec()).collect(), ..first };
-    assert!(load(&copier, &first), "the first one is right");
+    assert!(load(&mut own, &first), "the first one is right");
 }
 
 #[test]
 fn a_load_that_is_given_up_ends() {
     let store = store();
-    let copier = copier(1, &store);
+    let mut own = copier(1, &store);
     let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
-    copier.save(&blocks);
+    own.copier.save(&blocks);
     let paces = [FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits()));
-    assert!(!copier.load(&blocks, &AtomicBool::new(true), &paces));
-    assert!(load(&copier, &blocks));
+    assert!(!own.copier.load(&blocks, &AtomicBool::new(true), &paces));
+    assert!(load(&mut own, &blocks));
 }
 
 #[test]

@@ -1,0 +1,279 @@
+//! Copies blocks between a pool, in host memory or in a device's, and the worker's store.
+//!
+//! A load verifies each layer of each block while it is copied, and of what went to a device what came to be there (I2). Whatever comes of it,
+//! nothing writes to the blocks any more once it is over (I3).
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use baton_kv_store::{BlockKey, Part};
+use baton_roles::tiers::{Move, is_hole};
+use baton_store::{Filling, Got, KvStore, Pending, Reading};
+use baton_transfer::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Pool, Segment, Staged, TransferError,
+};
+use baton_types::{BlockId, PoolGeometry};
+
+use super::{follow, place};
+
+/// How long the disk is waited for before a load looks whether it was given up.
+const LOOKS: Duration = Duration::from_millis(100);
+/// How long a device's job is waited for at a time.
+const JOB: Duration = Duration::from_micros(100);
+/// Most runs that a device digests at once.
+const RUNS: usize = 1024;
+
+/// Copies blocks between the pool's memory and the store. For one thread.
+pub(super) struct Copier {
+    pub store: Arc<KvStore>,
+    pub memory: Memory,
+    pub geometry: PoolGeometry,
+    /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
+    pub ahead: usize,
+}
+
+/// The pool's memory, as one thread reaches it.
+pub(super) enum Memory {
+    Host(Arc<Segment>),
+    Device(Arc<dyn DeviceMemory>, Box<dyn DeviceQueue>),
+}
+
+impl Memory {
+    pub fn of(pool: &Pool) -> Result<Memory, TransferError> {
+        let failed = |DeviceError(cause)| TransferError::Device { what: "open a queue", cause };
+        Ok(match pool {
+            Pool::Host(segment) => Memory::Host(Arc::clone(segment)),
+            Pool::Device(memory) => Memory::Device(Arc::clone(memory), memory.queue().map_err(failed)?),
+        })
+    }
+}
+
+/// What was written to a device, and what its digest must be there.
+#[derive(Debug)]
+struct Written {
+    bytes: usize,
+    offset: usize,
+    lane: u64,
+    digest: u64,
+}
+
+impl Copier {
+    /// The keys of a move's blocks, each with its blocks in the pool, by group.
+    pub fn keys(&self, what: &Move) -> Vec<(BlockKey, Vec<BlockId>)> {
+        let size = self.store.shape().block_size();
+        let (prefix, count) = (&what.prefix, what.blocks.first().map_or(0, Vec::len));
+        let mut parent = prefix.prefix.root;
+        let mut keys = Vec::with_capacity(count);
+        for (at, tokens) in prefix.tokens.chunks_exact(size as usize).enumerate().take(what.first as usize + count) {
+            let name = parent.then(tokens);
+            if let Some(at) = at.checked_sub(what.first as usize) {
+                let blocks: Vec<BlockId> = what.blocks.iter().filter_map(|list| list.get(at).copied()).collect();
+                let groups = (0u32..).zip(&blocks).filter(|(_, block)| !is_hole(**block));
+                let groups = groups.fold(0, |all, (group, _)| all | 1 << group);
+                keys.push((BlockKey { name, parent, tokens: tokens.into(), groups }, blocks));
+            }
+            parent = name;
+        }
+        keys
+    }
+
+    /// Copies blocks into the pool. False: not all of them are there, and none may be used.
+    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &[AtomicU64; 2]) -> bool {
+        let (mut written, keys) = (Vec::new(), self.keys(what));
+        let loads = AssertUnwindSafe(|| self.load_all(keys, given_up, paces, &mut written));
+        // Also after a panic nothing may be on its way to the blocks.
+        let whole = catch_unwind(loads).unwrap_or(false);
+        let Memory::Device(_, queue) = &mut self.memory else { return whole };
+        let there = queue.settle().and_then(|()| if whole { verify(&mut **queue, written) } else { Ok(false) });
+        there.unwrap_or_else(|error| {
+            tracing::warn!(%error, "stored blocks could not be copied to the device; they are computed instead");
+            false
+        })
+    }
+
+    fn load_all(
+        &mut self,
+        keys: Vec<(BlockKey, Vec<BlockId>)>,
+        given_up: &AtomicBool,
+        paces: &[AtomicU64; 2],
+        written: &mut Vec<Written>,
+    ) -> bool {
+        let mut keys = keys.into_iter().filter(|(key, _)| key.groups != 0);
+        let mut asked: VecDeque<(Got, Vec<BlockId>)> = VecDeque::new();
+        loop {
+            while asked.len() < self.ahead
+                && let Some((key, blocks)) = keys.next()
+            {
+                asked.push_back((self.store.get(key), blocks));
+            }
+            let Some((got, blocks)) = asked.pop_front() else { return true };
+            let begun = Instant::now();
+            let reading = match got {
+                Got::Ready(reading) => Some(reading),
+                Got::Missed(_) => None,
+                Got::Pending(pending) => wait_for(pending, given_up),
+            };
+            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else { return false };
+            let tier = reading.tier();
+            if !self.copy_in(reading, &blocks, written) {
+                return false;
+            }
+            follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
+        }
+    }
+
+    /// Copies a block into the pool, or on its way there. False: it is damaged, or the device does not take it.
+    fn copy_in(&mut self, mut reading: Reading, blocks: &[BlockId], written: &mut Vec<Written>) -> bool {
+        let geometry = &self.geometry;
+        let target = |part: &Part| {
+            // Of a block that a window has passed by now, the store may have more than is wanted.
+            let block = Some(blocks[part.group]).filter(|block| !is_hole(*block))?;
+            Some(geometry.block_range(part.group, part.layer, block))
+        };
+        let copied = match &mut self.memory {
+            Memory::Host(segment) => reading.copy_to(|part| {
+                let range = target(part)?;
+                assert!(range.end <= segment.len(), "a block outside the pool");
+                // SAFETY: the range lies in the segment, the block is lent to this load alone until it says that it is over (I3), and parts do
+                // not overlap.
+                Some(unsafe { std::slice::from_raw_parts_mut(segment.as_ptr().add(range.start), range.len()) })
+            }),
+            Memory::Device(_, queue) => {
+                let parts: Vec<Part> = self.store.shape().parts(reading.block().key.groups).collect();
+                let wanted = parts.iter().zip(reading.block().digests.iter());
+                let wanted = wanted.filter_map(|(part, digest)| Some((part, *digest, target(part)?)));
+                let (mut ranges, mut bytes) = (Vec::new(), 0);
+                for (part, digest, range) in wanted {
+                    bytes += range.len();
+                    ranges.push((range.start, range.len()));
+                    written.push(Written { bytes: range.len(), offset: range.start, lane: part.first_lane, digest });
+                }
+                let mut staged = match queue.stage(bytes) {
+                    Ok(staged) => &mut staged[..bytes],
+                    Err(error) => return cannot(&error),
+                };
+                let copied = reading.copy_to(|part| {
+                    let (own, rest) = std::mem::take(&mut staged).split_at_mut(target(part)?.len());
+                    staged = rest;
+                    Some(own)
+                });
+                if copied.is_ok()
+                    && let Err(error) = queue.write(&ranges)
+                {
+                    return cannot(&error);
+                }
+                copied
+            }
+        };
+        copied.map_err(|error| tracing::warn!(%error, "a stored block is damaged; it is computed instead")).is_ok()
+    }
+
+    /// Copies blocks out of the pool, as far as the store takes them.
+    pub fn save(&mut self, what: &Move) {
+        let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
+        let Err(error) = self.save_all(keys) else { return };
+        tracing::warn!(%error, "blocks could not be copied from the device; they are not stored");
+        // Jobs that are under way belong to blocks of this save. A new queue has none.
+        if let Memory::Device(memory, queue) = &mut self.memory
+            && let Ok(new) = memory.queue()
+        {
+            *queue = new;
+        }
+    }
+
+    fn save_all(&mut self, keys: Vec<(BlockKey, Vec<BlockId>)>) -> Result<(), DeviceError> {
+        let geometry = &self.geometry;
+        let at = |part: &Part, blocks: &[BlockId]| geometry.block_range(part.group, part.layer, blocks[part.group]);
+        let (memory, queue) = match &mut self.memory {
+            Memory::Host(segment) => {
+                for (key, blocks) in keys {
+                    let Ok(filling) = self.store.put(key) else { continue };
+                    filling.copy_from(|part| {
+                        let range = at(part, &blocks);
+                        assert!(range.end <= segment.len(), "a block outside the pool");
+                        // SAFETY: the range lies in the segment, and the block is in the prefix cache and held by this save, so that nobody
+                        // writes to it.
+                        unsafe { std::slice::from_raw_parts(segment.as_ptr().add(range.start), range.len()) }
+                    });
+                }
+                return Ok(());
+            }
+            Memory::Device(memory, queue) => (memory, queue),
+        };
+        let (after, mut reads) = (memory.mark(), VecDeque::new());
+        for (key, blocks) in keys {
+            let groups = key.groups;
+            let Ok(filling) = self.store.put(key) else { continue };
+            if reads.len() >= DEVICE_JOBS
+                && let Some(filling) = reads.pop_front()
+            {
+                fill(filling, &read(&mut **queue)?);
+            }
+            let ranges = self.store.shape().parts(groups).map(|part| at(&part, &blocks));
+            let ranges: Vec<_> = ranges.map(|range| (range.start, range.len())).collect();
+            queue.read(after, &ranges)?;
+            reads.push_back(filling);
+        }
+        for filling in reads {
+            fill(filling, &read(&mut **queue)?);
+        }
+        Ok(())
+    }
+}
+
+fn cannot(error: &DeviceError) -> bool {
+    tracing::warn!(%error, "a stored block could not be copied to the device; it is computed instead");
+    false
+}
+
+/// Waits for the disk. `None`: the block cannot be had, or the load was given up.
+fn wait_for(mut pending: Pending, given_up: &AtomicBool) -> Option<Reading> {
+    loop {
+        match pending.wait(LOOKS) {
+            Some(read) => return read.ok(),
+            None if given_up.load(Ordering::Relaxed) => return None,
+            None => {}
+        }
+    }
+}
+
+/// Whether what is in the device's memory is what was to be written there.
+fn verify(queue: &mut dyn DeviceQueue, mut written: Vec<Written>) -> Result<bool, DeviceError> {
+    written.sort_by_key(|written| written.bytes);
+    for alike in written.chunk_by(|one, other| one.bytes == other.bytes) {
+        for some in alike.chunks(RUNS) {
+            let runs: Vec<_> = some.iter().map(|written| (written.offset, written.lane)).collect();
+            let digests = queue.digests(&runs, some[0].bytes)?;
+            if !digests.iter().copied().eq(some.iter().map(|written| written.digest)) {
+                tracing::warn!("blocks are not in the device's memory as they were stored; they are computed instead");
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
+/// Waits for the oldest read.
+fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
+    loop {
+        match queue.poll()? {
+            Some(JobDone::Read(staged)) => return Ok(staged),
+            Some(JobDone::Digests(_)) => return Err(DeviceError("a job that nobody asked for is done".into())),
+            None => std::thread::sleep(JOB),
+        }
+    }
+}
+
+/// Gives the store a block whose parts follow each other.
+fn fill(filling: Filling, staged: &Staged) {
+    let mut rest = staged.bytes();
+    let rest = std::cell::Cell::new(std::mem::take(&mut rest));
+    filling.copy_from(|part| {
+        let (own, others) = rest.get().split_at(part.range.len());
+        rest.set(others);
+        own
+    });
+}
