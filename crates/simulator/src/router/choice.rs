@@ -80,7 +80,6 @@ impl World {
             decode: None,
             prefill: None,
             fetch: None,
-            load: None,
             early,
             busy: false,
             recovering: None,
