@@ -1,9 +1,9 @@
 //! What members cost a router and etcd: so many fake members in one process, a watcher in another, and a real etcd, each measured by the
 //! processor time that it uses.
 //!
-//!     cargo run --release -p baton-cluster --example members -- [MEMBERS] [SECONDS]
+//!     cargo run --release -p baton-cluster --example members -- [MEMBERS] [SECONDS] [TTL]
 //!
-//! 1,000 members and 30 seconds unless given. First all join, then nothing changes but renewals, then as many as can be announce that they
+//! 1,000 members, 30 seconds, and members that stay for 5 seconds without a renewal, unless given. First all join, then nothing changes but renewals, then as many as can be announce that they
 //! drain, one after another. etcd is the one that `tools/fetch-etcd` prints.
 
 use std::io::{BufRead, BufReader, Write};
@@ -17,8 +17,8 @@ use baton_types::WorkerId;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// How long members stay without a renewal: a worker's default.
-const TTL: Duration = Duration::from_secs(5);
+/// Seconds that members stay without a renewal: a worker's default.
+const TTL: u64 = 5;
 /// Members that announce a drain, a second.
 const CHANGES: u64 = 20;
 
@@ -27,11 +27,12 @@ fn main() -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["watcher", spec] => runtime.block_on(watch(spec)),
-        ["members", spec, members] => runtime.block_on(join(spec, members.parse()?)),
-        [] => measure(1000, 30),
-        [members] => measure(members.parse()?, 30),
-        [members, seconds] => measure(members.parse()?, seconds.parse()?),
-        _ => Err("usage: members [MEMBERS] [SECONDS]".into()),
+        ["members", spec, members, ttl] => runtime.block_on(join(spec, members.parse()?, ttl.parse()?)),
+        [] => measure(1000, 30, TTL),
+        [members] => measure(members.parse()?, 30, TTL),
+        [members, seconds] => measure(members.parse()?, seconds.parse()?, TTL),
+        [members, seconds, ttl] => measure(members.parse()?, seconds.parse()?, ttl.parse()?),
+        _ => Err("usage: members [MEMBERS] [SECONDS] [TTL]".into()),
     }
 }
 
@@ -46,11 +47,11 @@ async fn watch(spec: &str) -> Result<()> {
 }
 
 /// Members with a connection each, like processes of their own. A line on the input lets one drain.
-async fn join(spec: &str, members: u64) -> Result<()> {
+async fn join(spec: &str, members: u64, ttl: u64) -> Result<()> {
     let mut leases = Vec::new();
     for id in 1..=members {
         let registry = connect(spec, None).await?;
-        leases.push((registry.register(member(id), TTL).await?, registry));
+        leases.push((registry.register(member(id), Duration::from_secs(ttl)).await?, registry));
     }
     let (sender, mut lines) = tokio::sync::mpsc::unbounded_channel();
     std::thread::spawn(move || std::io::stdin().lines().map_while(|line| line.ok()).try_for_each(|_| sender.send(())));
@@ -128,7 +129,7 @@ fn etcd(port: u16, peers: u16, data: &Path) -> Result<Process> {
     Process::start("etcd", &mut command)
 }
 
-fn measure(members: u64, seconds: u64) -> Result<()> {
+fn measure(members: u64, seconds: u64, ttl: u64) -> Result<()> {
     let free = || -> Result<u16> { Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port()) };
     let (port, data) = (free()?, tempfile::tempdir()?);
     let etcd = etcd(port, free()?, data.path())?;
@@ -149,18 +150,21 @@ fn measure(members: u64, seconds: u64) -> Result<()> {
     until("0 0")?;
 
     let mut command = Command::new(&program);
-    command.args(["members", &spec, &members.to_string()]).stdin(Stdio::piped()).stdout(Stdio::null());
+    command
+        .args(["members", &spec, &members.to_string(), &ttl.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null());
     let mut joined = Process::start("all members", &mut command)?;
     let (began, before) = (Instant::now(), [etcd.used()?, watcher.used()?, joined.used()?]);
     until(&format!("{members} 0"))?;
     let all = [&etcd, &watcher, &joined];
-    println!("{members} members with a ttl of {TTL:?}, processor time as a share of one core\n");
+    println!("{members} members with a ttl of {ttl} s, processor time as a share of one core\n");
     println!("| | {} |", all.map(|process| process.name).join(" | "));
     println!("| :-- | --: | --: | --: |");
     report("all join", began, before, &all)?;
 
     // A while after the last one has joined.
-    std::thread::sleep(TTL);
+    std::thread::sleep(Duration::from_secs(TTL));
     let (began, before) = (Instant::now(), [etcd.used()?, watcher.used()?, joined.used()?]);
     std::thread::sleep(Duration::from_secs(seconds));
     report("nothing changes", began, before, &[&etcd, &watcher, &joined])?;

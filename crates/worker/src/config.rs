@@ -57,7 +57,8 @@ baton_runtime::config! {
         advertise: Option<String> = None,
         /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…; with TLS https:// or etcds://
         registry: String = "http://127.0.0.1:8002".to_owned(),
-        /// How long the cluster keeps this worker in its view without a sign of life from it.
+        /// How long the cluster keeps this worker in its view without a sign of life from it, which comes three times as often. With etcd and
+        /// more than a few hundred workers take 30s.
         registry_ttl: Duration = Duration::from_secs(5),
         /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc. auto uses ucx too if ucx_library or
         /// ucx_options is set. A decode worker accepts all of them; with ucx it opens UCX at its start instead of for the first peer.

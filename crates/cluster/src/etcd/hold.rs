@@ -1,8 +1,8 @@
 //! Keeps one member's key in etcd.
 //!
 //! A renewal is one message on a stream of the member's own, and one answer. etcd's leader notes it in memory: no transaction, nothing
-//! written, no entry in its log. Now and then the member looks whether its key is still there, from any replica's own state: somebody may
-//! have deleted the key while the lease lived.
+//! written, no entry in its log. The stream's end tells that etcd is gone, so that a member with a long ttl need not ask often. Now and then
+//! the member looks whether its key is still there, from any replica's own state: somebody may have deleted the key while the lease lived.
 
 use std::time::Duration;
 
@@ -28,11 +28,13 @@ pub(super) struct EtcdHold {
 /// A lease in etcd.
 struct Lease {
     id: i64,
-    /// The stream of its renewals. None before the first, and after a failure.
+    /// The stream of its renewals. None after a failure.
     renewals: Option<Renewals>,
 }
 
 impl Hold for EtcdHold {
+    const TELLS: bool = true;
+
     fn address(&self) -> &str {
         &self.etcd.address
     }
@@ -43,6 +45,14 @@ impl Hold for EtcdHold {
             renewed = self.try_renew(member, changed).await;
         }
         renewed.map_err(|e| self.etcd.error(&e))
+    }
+
+    async fn lost(&mut self) {
+        let Some(lease) = &mut self.lease else { return std::future::pending().await };
+        let Some((_, answers)) = &mut lease.renewals else { return std::future::pending().await };
+        // Nothing was asked, so nothing but the stream's end can come.
+        let _ = answers.message().await;
+        lease.renewals = None;
     }
 
     async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
@@ -127,8 +137,12 @@ impl EtcdHold {
     async fn grant(&mut self) -> Result<i64, Error> {
         let seconds = self.ttl.as_secs() + u64::from(self.ttl.subsec_nanos() > 0);
         let granted = self.etcd.client.lease_grant(i64::try_from(seconds).unwrap_or(i64::MAX), None).await?;
-        self.lease = Some(Lease { id: granted.id(), renewals: None });
-        Ok(granted.id())
+        let id = granted.id();
+        self.lease = Some(Lease { id, renewals: None });
+        // Its end tells that etcd is gone, long before the first renewal is due.
+        let renewals = self.etcd.client.lease_keep_alive(id).await?;
+        self.lease = Some(Lease { id, renewals: Some(renewals) });
+        Ok(id)
     }
 }
 

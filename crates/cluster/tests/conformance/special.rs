@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_cluster::{ClusterError, EmbeddedRegistry, MAX_TEXT, Member, Registry, connect, member_to_proto};
 use baton_proto::v1;
@@ -149,6 +149,22 @@ async fn renewals_go_over_one_stream_and_write_nothing() {
             "{renewed} renewals: {streams} streams, {} writes",
             now - written
         );
+    })
+    .await;
+}
+
+/// The end of the stream tells a member that is renewed every ten seconds only, long before the next renewal is due.
+#[tokio::test]
+async fn a_member_with_a_long_ttl_is_back_soon_after_etcd_has_lost_everything() {
+    within(async {
+        let mut backing = Etcd::start();
+        let long = Duration::from_secs(600);
+        let _lease = registry(&backing).await.register(member(1), long).await.unwrap();
+        backing.wipe();
+        backing.restart();
+        let began = Instant::now();
+        until(&mut registry(&backing).await.watch(), |v| v.members == [member(1)]).await;
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     })
     .await;
 }
