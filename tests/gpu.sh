@@ -10,7 +10,8 @@
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
 # (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product,
 # then the model's products, and attention by every kernel it has), transports (conformance of every transport between pools of the GPU,
-# with peers that are stopped and killed; of UCX where it can be fetched), ipc (KV from one process into another), engine (steps of
+# with peers that are stopped and killed; of UCX where it can be fetched), sharing (the life of a pool that processes share by descriptors:
+# peers in other namespaces, peers that die, nothing that leaks, and the fallback), ipc (KV from one process into another), engine (steps of
 # Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), text (a real model's, beside the CPU's), ranks (the same
 # of two GPUs together), cluster (prefill and decode as processes, split against whole: in device memory, through the host's, and with
 # prompts computed on the CPU), handoff (8,192 tokens), invariant (the engine as workers run), fp8 (conformance, a model and the engine
@@ -22,13 +23,13 @@
 # that is another each time, put the last call's $OUT/results.tar.gz into DIR before the next, so that its rows have the bandwidth
 # measured before. By what parts are expected to take, three calls do:
 #
-#   run conformance hopper kernels transports ipc models text
+#   run conformance hopper kernels transports sharing ipc models text
 #   run engine cluster ranks handoff
 #   run fp8 invariant peer sanitizer races
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 mode=${1:-}
-PARTS="conformance hopper kernels transports ipc engine models text ranks cluster handoff invariant fp8 peer sanitizer races"
+PARTS="conformance hopper kernels transports sharing ipc engine models text ranks cluster handoff invariant fp8 peer sanitizer races"
 PROGRAMS="gpu baton models ranks"
 LLAMA=random:llama-3.1-8b
 STEPS=prefill_8192,decode_1,decode_8,decode_64,decode_256
@@ -92,7 +93,7 @@ sanitized() {
 limit() {
     case $1 in
     engine | cluster | invariant | fp8 | sanitizer | races) echo 420 ;;
-    ipc | table) echo 60 ;;
+    ipc | sharing | table) echo 60 ;;
     *) echo 240 ;;
     esac
 }
@@ -133,6 +134,8 @@ part() {
     # Of shared memory that copy units write it knows little.
     races) sanitized racecheck --no-hopper ;;
     kernels) "$here/gpu" bench --json ${NO_HOPPER:+--no-hopper} >"$out/kernels.jsonl" ;;
+    # Each step says what it found; the first that is wrong ends it.
+    sharing) "$here/gpu" sharing ;;
     ipc) "$here/gpu" handoff --json >"$out/ipc.jsonl" ;;
     engine) measure_engine >"$out/engine.jsonl" ;;
     invariant) measure_engine --invariant >"$out/engine-invariant.jsonl" ;;
@@ -294,6 +297,7 @@ host)
     out=$(mktemp -d)
     trap 'rm -rf "$out"' EXIT
     target/debug/examples/gpu bench --host --json >"$out/kernels.jsonl"
+    target/debug/examples/gpu sharing --host
     target/debug/examples/gpu handoff --host --json >"$out/ipc.jsonl"
     target/debug/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
         --metrics prefill_64,decode_1,decode_2 >"$out/engine.jsonl"

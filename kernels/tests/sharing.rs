@@ -3,15 +3,20 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use baton_kernels::Backend;
-use baton_kernels::cuda::{CudaBackend, CudaOptions, HostDevice, Recorded, Recorder, SharedPool, SharingDevice};
+use baton_kernels::cuda::{
+    CudaBackend, CudaOptions, HostDevice, Recorded, Recorder, SharedPool, SharingDevice, receive_handle, send_handle,
+};
 use baton_types::testing::Random;
 use baton_types::{
-    BlockId, DeviceMemory, DeviceQueue, JobDone, KvDtype, KvGroup, KvLayout, Moving, PoolGeometry, digest_block,
+    BlockId, DeviceMemory, DeviceQueue, JobDone, KvDtype, KvGroup, KvLayout, Moving, OpenedBy, PoolGeometry,
+    PoolHandle, digest_block,
 };
 
 /// Blocks of 1,024 bytes in two layers.
@@ -69,7 +74,7 @@ fn kv_moves_between_pools_and_is_digested_on_the_way() {
     assert_eq!(mark, 1);
 
     let handle = to.export().unwrap();
-    out.open(&handle, to.bytes()).unwrap();
+    assert_eq!(out.open(handle, to.bytes()), Ok(OpenedBy::Descriptor));
     let runs =
         [(3072, 1024, 0), (0, 0, 64), (5120, 7168, 128)].map(|(source, target, lane)| Moving { source, target, lane });
     out.copy(mark, &runs, 1024).unwrap();
@@ -172,28 +177,38 @@ const ROLE: &str = "BATON_KERNELS_TEST_ROLE";
 /// The far end: a pool in a process of its own, whose handle goes out, and whose contents come back.
 #[test]
 fn child() {
-    if std::env::var_os(ROLE).is_none() {
-        return;
-    }
-    let device = Arc::new(HostDevice::for_tests().unwrap());
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let host = HostDevice::for_tests().unwrap();
+    let device = Arc::new(if role == "legacy" { host.with_legacy_handles() } else { host });
     let pool = pool(&device);
     let mut queue = pool.queue().unwrap();
     fill(&mut *queue, &vec![0; pool.bytes()]);
     queue.settle().unwrap();
-    println!("handle {}", pool.export().unwrap().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
-    std::io::stdin().read_line(&mut String::new()).unwrap();
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    send_handle(&socket, &pool.export().unwrap()).unwrap();
+    (&socket).read_exact(&mut [0]).unwrap();
     let digests = queue.digests(&[(1024, 0), (0, 0)], 1024).unwrap();
     println!("digests {:016x} {:016x}", digests[0], digests[1]);
 }
 
 #[test]
 fn kv_moves_into_another_process() {
+    moves_into_another_process("descriptor", OpenedBy::Descriptor);
+}
+
+#[test]
+fn kv_moves_into_another_process_by_legacy_handles() {
+    moves_into_another_process("legacy", OpenedBy::Legacy);
+}
+
+fn moves_into_another_process(role: &str, by: OpenedBy) {
     let Some(host) = HostDevice::for_tests() else { return };
     let device = Arc::new(Recorder::new(host));
+    let (socket, theirs) = UnixStream::pair().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
-        .env(ROLE, "far end")
-        .stdin(Stdio::piped())
+        .env(ROLE, role)
+        .stdin(Stdio::from(OwnedFd::from(theirs)))
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -201,26 +216,35 @@ fn kv_moves_into_another_process() {
     let mut hear = |word: &str| {
         lines.find_map(|line| Some(line.split_once(&format!("{word} "))?.1.to_owned())).expect("the child's word")
     };
-    let hex = hear("handle");
-    let handle: Vec<u8> = (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap()).collect();
+    let handle = receive_handle(&socket).unwrap();
+    let again = || PoolHandle {
+        bytes: handle.bytes.clone(),
+        descriptor: handle.descriptor.as_ref().map(|fd| fd.try_clone().unwrap()),
+    };
 
     let pool = pool(&device);
     let mut queue = pool.queue().unwrap();
     let bytes = noise(pool.bytes(), 8);
     fill(&mut *queue, &bytes);
-    let wrong = [&handle[..handle.len() - 1], b"nothing of the kind"];
-    assert!(wrong.iter().all(|wrong| queue.open(wrong, 8).is_err()));
-    assert!(queue.open(&handle, pool.bytes() + 1).unwrap_err().to_string().contains("are needed"));
-    queue.open(&handle, pool.bytes()).unwrap();
+    for wrong in [&handle.bytes[..handle.bytes.len() - 1], b"nothing of the kind"] {
+        assert!(queue.open(PoolHandle { bytes: wrong.to_vec(), ..again() }, 8).is_err());
+    }
+    assert!(queue.open(again(), 1 << 40).unwrap_err().to_string().contains("are needed"));
+    assert_eq!(queue.open(again(), pool.bytes()), Ok(by));
     queue.copy(0, &[Moving { source: 4096, target: 1024, lane: 0 }], 1024).unwrap();
     let JobDone::Digests(digests) = next(&mut *queue) else { panic!("it was a copy") };
-    writeln!(child.stdin.take().unwrap()).unwrap();
+    (&socket).write_all(b"!").unwrap();
     let zeros = digest_block(&[0; 1024], 0);
     assert_eq!(hear("digests"), format!("{:016x} {zeros:016x}", digest_block(&bytes[4096..5120], 0)));
     assert_eq!(digests, [digest_block(&bytes[4096..5120], 0)]);
     child.wait().unwrap();
     drop(queue);
-    let error = pool.queue().unwrap().open(&handle, 8).unwrap_err().to_string();
-    assert!(error.contains("opening a peer's memory"), "its process has ended: {error}");
+    // Its process has ended: a descriptor keeps the memory, a legacy handle does not.
+    match pool.queue().unwrap().open(again(), 8) {
+        Ok(opened) => assert_eq!((opened, by), (by, OpenedBy::Descriptor)),
+        Err(error) => {
+            assert!(by == OpenedBy::Legacy && error.to_string().contains("opening a peer's memory"), "{error}")
+        }
+    }
     assert_eq!((device.problems().len(), device.open_imports()), (0, 0));
 }

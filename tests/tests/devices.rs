@@ -55,7 +55,9 @@ fn child() -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let (gpu, still) = (!on.starts_with("cpu"), on == "still");
-    let devices: Vec<_> = (0..config.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests()).collect();
+    let devices = (0..config.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests());
+    // As of a driver that names memory by no descriptors.
+    let devices = devices.map(|device| if on == "legacy" { device.with_legacy_handles() } else { device }).collect();
     runtime.block_on(async {
         let load = move |config: &WorkerConfig| load(config, devices, still);
         match (role, gpu) {
@@ -126,6 +128,14 @@ impl Scene {
         let knows_all = |metrics: Metrics| metrics.sum("baton_cluster_members", "") == workers.len() as f64;
         wait(|| Metrics::of(admin).ok().filter(|metrics| knows_all(metrics.clone())).map(drop))?;
         Ok(scene)
+    }
+
+    /// What the prefill worker has opened the decode worker's pool by, and what that says of its pool.
+    async fn opened_by(&self) -> anyhow::Result<(String, String)> {
+        let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| self.members.iter().find(|m| m.role == role));
+        let peers = status(prefill.context("a prefill worker")?).await?.peers;
+        let opened = peers.iter().flat_map(|peer| &peer.paths).map(|path| path.opened_by.as_str()).collect();
+        Ok((opened, status(decode.context("a decode worker")?).await?.pool_by))
     }
 
     /// Handoffs of the prefill worker, by what carried them; and why the others do not.
@@ -234,6 +244,28 @@ fn kv_goes_between_devices_and_between_a_device_and_the_cpu() -> anyhow::Result<
         let (_, (carried, _)) = go(&["prefill cpu ucx", "decode device ucx"])?;
         assert_eq!(carried, [("ucx".to_owned(), REQUESTS)].into());
     }
+    Ok(())
+}
+
+/// Over a socket the pool's descriptor goes with its handle. Without one the legacy handle serves, and status says why.
+#[test]
+fn pools_are_opened_by_descriptors_and_otherwise_by_legacy_handles() -> anyhow::Result<()> {
+    let Some(stage) = Stage::set()? else { return Ok(()) };
+    let model = stage.directory.path().to_str().context("a path in UTF-8")?;
+    let mut all = Vec::new();
+    for (decode, by, why) in [
+        ("decode device auto", "descriptor", ""),
+        ("decode legacy auto", "legacy CUDA IPC handle", "CUDA_ERROR_NOT_SUPPORTED"),
+    ] {
+        let scene = Scene::start(&stage.runtime, model, &["prefill device auto", decode])?;
+        all.push(stage.runtime.block_on(answers(&scene))?);
+        let (carried, _) = stage.runtime.block_on(scene.carried())?;
+        assert_eq!(carried, [("cuda-ipc".to_owned(), REQUESTS)].into());
+        let (opened, pool) = stage.runtime.block_on(scene.opened_by())?;
+        assert_eq!(opened, by);
+        assert!(pool.starts_with(by) && pool.contains(why), "{pool}");
+    }
+    assert_eq!(all[0], all[1], "I1");
     Ok(())
 }
 

@@ -1,6 +1,10 @@
 //! Blocks from a device's memory into another process's device memory, on one host. The peer's pool is opened here, and a write is a
 //! copy between devices, without host memory. Each end's device makes its digests.
 //!
+//! The pool's handle comes in a frame, and the file descriptor it speaks of beside that frame, over the unix socket. So the two processes
+//! may be in different pods, as long as both reach the socket. A pool that has no descriptor is opened by CUDA's legacy handle, which needs
+//! more of them ([`OpenedBy::Legacy`]).
+//!
 //! A copy waits for the computation that stores its blocks, by the mark that its write was queued with. The Write frame that names the
 //! blocks is sent once the copy has been applied. The peer cannot cut a copy off. So the session needs the unix socket, by which the
 //! peer learns that this process has ended (I3).
@@ -11,7 +15,7 @@ use std::time::Duration;
 use baton_handoff::{Frame, TransferError, TransportKind};
 use baton_types::{Epoch, PoolGeometry, WorkerId};
 
-use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving, while_doing};
+use crate::device::{DEVICE_JOBS, DeviceMemory, JobDone, Moving, OpenedBy, PoolHandle, while_doing};
 use crate::in_order::InOrder;
 use crate::links::Links;
 use crate::load::Load;
@@ -28,17 +32,18 @@ pub(crate) struct CudaIpc {
 
 impl CudaIpc {
     /// Opens the pool of `peer`, whose shape is `geometry`, by the `handle` it has sent. Cancelled copies may take `grace` to finish.
+    /// Returns by what it was opened, too.
     pub(crate) fn open(
         peer: WorkerId,
         local: &dyn DeviceMemory,
-        handle: &[u8],
+        handle: PoolHandle,
         geometry: &PoolGeometry,
         grace: Duration,
-    ) -> Result<CudaIpc, TransferError> {
+    ) -> Result<(CudaIpc, OpenedBy), TransferError> {
         let bytes = geometry.bytes();
         let mut queue = local.queue().map_err(while_doing("open a queue"))?;
-        queue.open(handle, bytes).map_err(|e| TransferError::PeerLost { peer, cause: e.0 })?;
-        Ok(CudaIpc { peer, bytes, copies: InOrder::new(queue, grace), digests: Vec::new() })
+        let by = queue.open(handle, bytes).map_err(|e| TransferError::PeerLost { peer, cause: e.0 })?;
+        Ok((CudaIpc { peer, bytes, copies: InOrder::new(queue, grace), digests: Vec::new() }, by))
     }
 }
 

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use baton_handoff::{PoolMemory, TransferError};
 use baton_types::digest_run;
 pub use baton_types::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged,
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, PoolHandle,
+    Registrable, Staged,
 };
 
 use crate::segment::Segment;
@@ -43,6 +44,14 @@ impl Pool {
     /// Whether it is a device's memory.
     pub fn is_device(&self) -> bool {
         matches!(self, Pool::Device(_))
+    }
+
+    /// How others on this host reach it without this worker's help, and why not better; for people.
+    pub fn exported_as(&self) -> String {
+        match self {
+            Pool::Host(_) => OpenedBy::Descriptor.to_string(),
+            Pool::Device(memory) => memory.exported_as(),
+        }
     }
 
     /// Whether it is spread over several devices.

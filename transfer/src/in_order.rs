@@ -82,14 +82,14 @@ mod tests {
 
     use super::*;
     use crate::conformance::large;
-    use crate::device::Moving;
+    use crate::device::{Moving, OpenedBy, PoolHandle};
 
     /// A device whose job is done at the given poll, counted from 1.
     struct Slow(u32);
 
     impl DeviceQueue for Slow {
-        fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
-            Ok(())
+        fn open(&mut self, _: PoolHandle, _: usize) -> Result<OpenedBy, DeviceError> {
+            Ok(OpenedBy::Descriptor)
         }
         fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
             Ok(())

@@ -40,7 +40,8 @@ pub use baton_handoff::{
 pub use convert::{Conversion, Converter};
 pub use cpus::Cpus;
 pub use device::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Pool, Registrable, Staged,
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, Pool, PoolHandle,
+    Registrable, Staged,
 };
 pub use options::{
     MAX_TCP_CONNECTIONS, OnTrouble, ReceiverOptions, SenderOptions, TransportChoice, UcxOptions, UcxSettings,

@@ -13,7 +13,9 @@ use baton_handoff::{Range, TransferError};
 use baton_types::{PoolGeometry, RankPiece, Stripes};
 use rustix::event::epoll;
 
-use crate::device::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Registrable, Staged};
+use crate::device::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, OpenedBy, PoolHandle, Registrable, Staged,
+};
 
 /// The error of every operation that would let others reach the pool's memory directly.
 fn apart<T>() -> Result<T, DeviceError> {
@@ -59,7 +61,7 @@ impl DeviceMemory for SpreadMemory {
         self.ranks.iter().map(|rank| rank.mark()).max().unwrap_or(0)
     }
 
-    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+    fn export(&self) -> Result<PoolHandle, DeviceError> {
         apart()
     }
 
@@ -147,7 +149,7 @@ fn ranges_of(pieces: &[RankPiece], rank: usize) -> Vec<Range> {
 }
 
 impl DeviceQueue for SpreadQueue {
-    fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
+    fn open(&mut self, _: PoolHandle, _: usize) -> Result<OpenedBy, DeviceError> {
         apart()
     }
 

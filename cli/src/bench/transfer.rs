@@ -64,7 +64,7 @@ fn cpus(name: &'static str, help: &'static str) -> Arg {
     Arg::new(name).long(name).value_name("LIST").default_value("").value_parser(value_parser!(Cpus)).help(help)
 }
 
-fn places() -> [Arg; 3] {
+fn places() -> [Arg; 4] {
     [
         Arg::new("listen")
             .long("listen")
@@ -77,6 +77,9 @@ fn places() -> [Arg; 3] {
             .value_name("HOST:PORT")
             .help("Send to the receiver at this address; default: to a child process"),
         flag("once", "With --listen: end with the first").requires("listen").hide(true),
+        Arg::new("sockets").long("sockets").value_name("DIR").value_parser(value_parser!(PathBuf)).help(
+            "A folder that both ends can write to, as two pods of a node; then shm works between network namespaces",
+        ),
     ]
 }
 
@@ -125,7 +128,9 @@ fn ways() -> [Arg; 7] {
             .value_parser(kinds)
             .value_delimiter(',')
             .action(ArgAction::Append)
-            .help("Measure handoffs over this; may be repeated; default: shm (within a host) and tcp"),
+            .help(
+                "Measure handoffs over this; may be repeated; default: shm (within a host, or with --sockets) and tcp",
+            ),
         number("connections", "Connections of handoffs over tcp, 1 to 16; several, separated by commas, in turn")
             .value_parser(value_parser!(u32).range(1..=MAX_TCP_CONNECTIONS as i64))
             .value_delimiter(',')
@@ -156,13 +161,14 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     };
     let cpus_of = |name| matches.get_one::<Cpus>(name).cloned().unwrap_or_default();
     if let Some(&listen) = matches.get_one::<SocketAddr>("listen") {
-        return receive(ServeOptions { listen, once: matches.get_flag("once"), ucx, cpus: cpus_of("cpus") });
+        let (once, sockets, cpus) = (matches.get_flag("once"), sockets(matches), cpus_of("cpus"));
+        return receive(ServeOptions { listen, once, ucx, sockets, cpus });
     }
     let options = BenchOptions { cpus: cpus_of("cpus"), ..options(matches, ucx)? };
     let to = matches.get_one::<String>("to");
     let peer = match to {
         Some(address) => Peer::at(address)?,
-        None => Peer::child(child(&options.ucx, &cpus_of("child-cpus"))?)?,
+        None => Peer::child(child(&options, &cpus_of("child-cpus"))?)?,
     };
     let report = measure::run(&options, peer)?;
     let table = Table { options: &options, report: &report, to: to.map(String::as_str) };
@@ -173,6 +179,10 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn sockets(matches: &ArgMatches) -> Option<PathBuf> {
+    matches.get_one::<PathBuf>("sockets").cloned()
+}
+
 fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOptions> {
     let layout = layout(matches)?;
     let all = |name: &str| matches.get_many::<u32>(name).into_iter().flatten().copied();
@@ -181,10 +191,11 @@ fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOption
         false => all("tokens").map(|tokens| layout.blocks_for(tokens as usize) as u32).collect(),
     };
     let most = blocks.iter().copied().max().context("--blocks")?;
+    let near = !matches.contains_id("to") || matches.contains_id("sockets");
     let named: Vec<&String> = matches.get_many("transport").into_iter().flatten().collect();
     let asked = |kind: &TransportKind| match named.is_empty() {
         false => named.iter().any(|name| *name == kind.as_str()),
-        true => *kind == TransportKind::Tcp || *kind == TransportKind::Shm && !matches.contains_id("to"),
+        true => *kind == TransportKind::Tcp || *kind == TransportKind::Shm && near,
     };
     let one = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or(1);
     Ok(BenchOptions {
@@ -197,6 +208,7 @@ fn options(matches: &ArgMatches, ucx: UcxSettings) -> anyhow::Result<BenchOption
         unverified: matches.get_flag("no-verify"),
         scattered: matches.get_one::<u64>("seed").copied().filter(|_| matches.get_flag("scattered")),
         ucx,
+        sockets: sockets(matches),
         cpus: Cpus::default(),
     })
 }
@@ -214,12 +226,16 @@ fn layout(matches: &ArgMatches) -> anyhow::Result<KvLayout> {
 }
 
 /// A command that runs this program as the receiver of one measurement; it dies with this process.
-fn child(ucx: &UcxSettings, cpus: &Cpus) -> anyhow::Result<process::Command> {
+fn child(options: &BenchOptions, cpus: &Cpus) -> anyhow::Result<process::Command> {
+    let BenchOptions { ucx, sockets, .. } = options;
     let mut command = process::Command::new(std::env::current_exe()?);
     command.args(["bench", "transfer", "--listen", "127.0.0.1:0", "--once"]);
     command.arg("--cpus").arg(cpus.to_string()).arg("--ucx-options").arg(ucx.options.to_string());
     if let Some(directory) = &ucx.directory {
         command.arg("--ucx-library").arg(directory);
+    }
+    if let Some(folder) = sockets {
+        command.arg("--sockets").arg(folder);
     }
     die_with_parent(&mut command);
     Ok(command)

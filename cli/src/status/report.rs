@@ -37,7 +37,7 @@ pub fn table(workers: &[Answered]) -> String {
     if !pairs.is_empty() {
         text +=
             &format!("\n{:<19} {:<19} {:<5} {:>11} {:>9}  OTHER PATHS\n", "KV FROM", "TO", "OVER", "SPEED", "HANDOFFS");
-        pairs.iter().for_each(|(from, peer)| text += &pair_line(*from, peer));
+        pairs.iter().for_each(|(from, peer)| text += &pair_line(*from, peer, pool_of(workers, peer.id)));
     }
     text
 }
@@ -74,12 +74,26 @@ fn pairs(workers: &[Answered]) -> Vec<(WorkerId, &v1::Peer)> {
     answered.flat_map(|(from, status)| status.peers.iter().filter(is_member).map(move |peer| (from, peer))).collect()
 }
 
-fn pair_line(from: WorkerId, peer: &v1::Peer) -> String {
+/// What the worker says others open its pool by, and why by nothing better.
+fn pool_of(workers: &[Answered], id: u64) -> &str {
+    let status = workers.iter().find(|worker| worker.id.0 == id).and_then(|worker| worker.answer.as_ref().ok());
+    status.map_or("", |status| &status.pool_by)
+}
+
+/// What a peer's pool in a GPU's memory is open by. `pool` says why by nothing better, if it is about the same.
+fn opened<'a>(path: &'a v1::Path, pool: &'a str) -> Option<&'a str> {
+    let by = Some(path.opened_by.as_str()).filter(|by| !by.is_empty())?;
+    Some(if pool.starts_with(by) && pool.contains(": ") { pool } else { by })
+}
+
+fn pair_line(from: WorkerId, peer: &v1::Peer, pool: &str) -> String {
     let used = peer.paths.iter().find(|path| path.in_use);
     let over = used.map_or("-", |path| &path.transport);
     let speed = used.and_then(|path| path.bytes_per_second).map_or_else(|| "-".to_owned(), speed);
     let handoffs: u64 = peer.paths.iter().map(|path| path.handoffs).sum();
-    let others = peer.paths.iter().filter(|path| !path.in_use).map(other).collect::<Vec<_>>().join("; ");
+    let how = used.and_then(|path| Some(format!("{} by {}", path.transport, opened(path, pool)?)));
+    let others = how.into_iter().chain(peer.paths.iter().filter(|path| !path.in_use).map(other));
+    let others = others.collect::<Vec<_>>().join("; ");
     format!("{:<19} {:<19} {over:<5} {speed:>11} {handoffs:>9}  {others}\n", from.to_string(), WorkerId(peer.id))
 }
 
@@ -117,6 +131,7 @@ fn worker_json(asked: &Answered) -> Value {
         Ok(s) => {
             let b = s.blocks.unwrap_or_default();
             worker["state"] = state(s).into();
+            worker["pool_by"] = s.pool_by.clone().into();
             worker["running"] = s.running.into();
             worker["waiting"] = s.waiting.into();
             worker["blocks"] = json!({
@@ -145,6 +160,7 @@ fn path_json(path: &v1::Path) -> Value {
         "failures": path.failures,
         "bytes_per_second": path.bytes_per_second,
         "unused": (!path.in_use).then_some(&path.unused),
+        "opened_by": Some(&path.opened_by).filter(|by| !by.is_empty()),
     })
 }
 
@@ -166,6 +182,7 @@ mod tests {
             failures: 1,
             bytes_per_second: rate,
             unused: unused.into(),
+            opened_by: String::new(),
         }
     }
 
@@ -187,6 +204,24 @@ mod tests {
         assert_eq!(last, want);
         assert!(text.contains("unreachable: no answer"));
         assert!(!table(&workers()[1..]).contains("KV FROM"));
+    }
+
+    #[test]
+    fn a_gpus_pool_is_said_to_be_open_by_something_and_why_by_nothing_better() {
+        let said = |opened_by: &str, pool_by: &str| {
+            let path = v1::Path { opened_by: opened_by.into(), ..path("cuda-ipc", None, "") };
+            let peers = vec![v1::Peer { id: 2, paths: vec![path] }];
+            let status = |status| asked(2, Role::Decode, Ok(status));
+            let decode = status(v1::StatusResponse { pool_by: pool_by.into(), ..Default::default() });
+            let prefill = asked(1, Role::Prefill, Ok(v1::StatusResponse { peers, ..Default::default() }));
+            table(&[prefill, decode]).lines().last().unwrap().split_once("3  ").unwrap().1.to_owned()
+        };
+        assert_eq!(said("descriptor", "descriptor, fabric handle"), "cuda-ipc by descriptor");
+        let legacy = "legacy CUDA IPC handle";
+        let why = "legacy CUDA IPC handle: GPU, allocation: not supported";
+        assert_eq!(said(legacy, why), format!("cuda-ipc by {why}"));
+        assert_eq!(said(legacy, ""), format!("cuda-ipc by {legacy}"), "of a version that does not say");
+        assert_eq!(said("", why), "");
     }
 
     #[test]

@@ -1,27 +1,28 @@
 //! Membership in etcd: one key per member, each under its own lease.
 //!
-//! The key `/baton/<cluster>/members/<id>` (id: 16 hex digits) holds the member as JSON. A watcher lists the prefix and
-//! follows it from that revision. When the connection breaks or the revision has been compacted away, it lists again.
+//! The key `/baton/<cluster>/members/<id>` (id: 16 hex digits) holds the member as JSON. [`hold`] keeps it there, [`feed`] lists and
+//! watches all of them.
 
-use std::collections::BTreeMap;
+mod feed;
+mod hold;
+
 use std::time::Duration;
 
-use baton_membership::{List, MAX_MEMBERS, Member};
+use baton_membership::Member;
 use baton_runtime::Tls;
 use baton_types::{ErrorKind, WorkerId};
-use etcd_client::{
-    Certificate, Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, Identity, KeyValue,
-    PutOptions, TlsOptions, Txn, TxnOp, WatchOptions, WatchStream,
-};
+use etcd_client::{Certificate, Client, ConnectOptions, Error, Identity, KeyValue, TlsOptions};
+use futures::FutureExt;
 use futures::future::BoxFuture;
-use futures::{FutureExt, StreamExt};
 use tonic::Code;
 use tracing::warn;
 
 use crate::error::ClusterError;
-use crate::follow::{Feed, Follower, Lists};
-use crate::lease::{Hold, RegistryLease};
+use crate::follow::Follower;
+use crate::lease::RegistryLease;
 use crate::{Registry, ViewReceiver};
+use feed::EtcdFeed;
+use hold::EtcdHold;
 
 const CONNECT: Duration = Duration::from_secs(2);
 /// Interval and timeout of pings. A server that vanished without closing is noticed after two of these.
@@ -90,24 +91,24 @@ async fn connect(endpoints: &[String], tls: Option<&ClientTls>) -> Result<Client
 
 impl Registry for EtcdRegistry {
     fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>> {
-        let hold = EtcdHold { etcd: self.etcd.clone(), lease: None, ttl };
-        RegistryLease::start(hold, member, ttl).boxed()
+        RegistryLease::start(EtcdHold::new(self.etcd.clone(), ttl), member, ttl).boxed()
     }
 
     fn watch(&self) -> ViewReceiver {
-        self.follower.watch(|| EtcdFeed(self.etcd.clone()))
+        self.follower.watch(|| EtcdFeed::new(self.etcd.clone()))
     }
 }
 
 impl Etcd {
-    /// Makes the client anew if the certificates have changed since it was made.
-    async fn refresh(&mut self) -> Result<(), Error> {
-        let Some(tls) = self.tls.as_ref() else { return Ok(()) };
+    /// Makes the client anew if the certificates have changed since it was made. Whether it has.
+    async fn refresh(&mut self) -> Result<bool, Error> {
+        let Some(tls) = self.tls.as_ref() else { return Ok(false) };
         let pem = tls.own.pem();
-        if tls.pem != pem {
+        let changed = tls.pem != pem;
+        if changed {
             self.take_up(ClientTls { pem, ..tls.clone() }).await?;
         }
-        Ok(())
+        Ok(changed)
     }
 
     /// After a failure: while the cluster goes over to TLS, another try is worth it without TLS, or with it again. False: it is not.
@@ -161,176 +162,4 @@ impl Etcd {
         warn!(key = %String::from_utf8_lossy(kv.key()), problem, "ignoring a member that cannot be read");
         None
     }
-}
-
-struct EtcdHold {
-    etcd: Etcd,
-    lease: Option<i64>,
-    ttl: Duration,
-}
-
-impl Hold for EtcdHold {
-    fn address(&self) -> &str {
-        &self.etcd.address
-    }
-
-    async fn renew(&mut self, member: &Member, changed: bool) -> Result<(), ClusterError> {
-        let mut renewed = self.try_renew(member, changed).await;
-        if renewed.is_err() && self.etcd.switch().await {
-            renewed = self.try_renew(member, changed).await;
-        }
-        renewed.map_err(|e| self.etcd.error(&e))
-    }
-
-    async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
-        let Some(id) = self.lease.take() else { return Ok(()) };
-        let mut revoked = self.try_revoke(id).await;
-        if revoked.is_err() && self.etcd.switch().await {
-            revoked = self.try_revoke(id).await;
-        }
-        revoked.map_err(|e| self.etcd.error(&e))
-    }
-}
-
-impl EtcdHold {
-    async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
-        self.etcd.refresh().await?;
-        let (lease, fresh) = match self.living_lease().await? {
-            Some(lease) => (lease, false),
-            None => (self.grant().await?, true),
-        };
-        let key = self.etcd.key(member.id);
-        let json = serde_json::to_vec(member).map_err(|e| Error::Internal(e.to_string()))?;
-        let put = PutOptions::new().with_lease(lease);
-        if changed || fresh {
-            self.etcd.client.put(key, json, Some(put)).await?;
-        } else {
-            // Writes the key again if somebody deleted it while the lease lived.
-            let absent = Compare::version(key.clone(), CompareOp::Equal, 0);
-            let txn = Txn::new().when([absent]).and_then([TxnOp::put(key, json, Some(put))]);
-            self.etcd.client.txn(txn).await?;
-        }
-        Ok(())
-    }
-
-    async fn try_revoke(&mut self, lease: i64) -> Result<(), Error> {
-        self.etcd.refresh().await?;
-        self.etcd.client.lease_revoke(lease).await.map(drop)
-    }
-
-    /// Renews the current lease and returns it; `None` if there is none any more.
-    async fn living_lease(&mut self) -> Result<Option<i64>, Error> {
-        let Some(id) = self.lease else { return Ok(None) };
-        match self.etcd.client.lease_keep_alive(id).await {
-            Ok(_) => Ok(Some(id)),
-            Err(Error::LeaseKeepAliveError(_)) => {
-                self.lease = None;
-                Ok(None)
-            }
-            Err(Error::GRpcStatus(status)) if status.code() == Code::NotFound => {
-                self.lease = None;
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn grant(&mut self) -> Result<i64, Error> {
-        let seconds = self.ttl.as_secs() + u64::from(self.ttl.subsec_nanos() > 0);
-        let granted = self.etcd.client.lease_grant(i64::try_from(seconds).unwrap_or(i64::MAX), None).await?;
-        self.lease = Some(granted.id());
-        Ok(granted.id())
-    }
-}
-
-struct EtcdFeed(Etcd);
-
-/// The members as of the last event, and the stream of further events.
-struct Following {
-    etcd: Etcd,
-    members: BTreeMap<WorkerId, Member>,
-    events: WatchStream,
-    listed: bool,
-}
-
-impl Feed for EtcdFeed {
-    fn address(&self) -> &str {
-        &self.0.address
-    }
-
-    async fn open(&mut self) -> Result<Lists, ClusterError> {
-        let mut listed = self.list_and_watch().await;
-        if listed.is_err() && self.0.switch().await {
-            listed = self.list_and_watch().await;
-        }
-        let following = listed.map_err(|e| self.0.error(&e))?;
-        let lists = futures::stream::unfold(Some(following), |following| async move {
-            let mut following = following?;
-            match following.next().await {
-                Ok(list) => Some((Ok(list), Some(following))),
-                Err(error) => Some((Err(error), None)),
-            }
-        });
-        Ok(lists.boxed())
-    }
-}
-
-impl EtcdFeed {
-    async fn list_and_watch(&mut self) -> Result<Following, Error> {
-        self.0.refresh().await?;
-        let Etcd { client, prefix, .. } = &mut self.0;
-        let limit = i64::try_from(MAX_MEMBERS).unwrap_or(i64::MAX);
-        let options = GetOptions::new().with_prefix().with_limit(limit);
-        let listed = client.get(prefix.as_str(), Some(options)).await?;
-        let revision = listed.header().map_or(0, |h| h.revision());
-        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
-        let events = client.watch(prefix.as_str(), Some(options)).await?;
-        let members = listed.kvs().iter().filter_map(|kv| self.0.member(kv)).map(|m| (m.id, m)).collect();
-        Ok(Following { etcd: self.0.clone(), members, events, listed: false })
-    }
-}
-
-impl Following {
-    /// The first call returns the listed members; later calls wait for a change and return the members after it.
-    async fn next(&mut self) -> Result<List, ClusterError> {
-        let mut left = Vec::new();
-        let broken = |problem: String| ClusterError::Unavailable { registry: self.etcd.address.clone(), problem };
-        while self.listed {
-            let response = match self.events.message().await {
-                Ok(Some(response)) => response,
-                Ok(None) => return Err(broken("the watch ended".to_owned())),
-                Err(error) => return Err(broken(error.to_string())),
-            };
-            // The revision was compacted away, or there is no leader: the caller lists again.
-            if response.canceled() {
-                return Err(broken(format!("the watch was cancelled: {}", response.cancel_reason())));
-            }
-            if !response.events().is_empty() {
-                for event in response.events() {
-                    left.extend(apply(&self.etcd, &mut self.members, event));
-                }
-                break;
-            }
-        }
-        self.listed = true;
-        Ok(List { members: self.members.values().cloned().collect(), left })
-    }
-}
-
-/// Applies an event; returns the member that has left by it, having announced that before.
-fn apply(etcd: &Etcd, members: &mut BTreeMap<WorkerId, Member>, event: &etcd_client::Event) -> Option<WorkerId> {
-    let kv = event.kv()?;
-    let id = etcd.id(kv.key())?;
-    let member = match event.event_type() {
-        EventType::Put => etcd.member(kv),
-        EventType::Delete => None,
-    };
-    match member {
-        Some(member) if members.len() < MAX_MEMBERS || members.contains_key(&id) => {
-            members.insert(id, member);
-        }
-        Some(_) => warn!(%id, "ignoring a member beyond the {MAX_MEMBERS} of a cluster"),
-        None => return members.remove(&id).filter(|member| member.draining).map(|_| id),
-    }
-    None
 }

@@ -15,11 +15,19 @@ use crate::error::ClusterError;
 
 /// One member's registration at one registry; the part that differs between registries.
 pub(crate) trait Hold: Send + 'static {
+    /// Whether [`Hold::lost`] ever returns.
+    const TELLS: bool = false;
+
     /// The registry's address, for messages.
     fn address(&self) -> &str;
 
     /// Registers or renews. `changed`: the registry does not have this version of the member yet.
     fn renew(&mut self, member: &Member, changed: bool) -> impl Future<Output = Result<(), ClusterError>> + Send;
+
+    /// Returns when the registry may have lost the member since the last renewal. May be dropped at any time.
+    fn lost(&mut self) -> impl Future<Output = ()> + Send {
+        std::future::pending()
+    }
 
     /// Removes the member.
     fn revoke(&mut self, member: &Member) -> impl Future<Output = Result<(), ClusterError>> + Send;
@@ -37,7 +45,10 @@ pub struct RegistryLease {
 impl RegistryLease {
     /// Registers `member`, retrying until the registry answers, and starts the renewals.
     pub(crate) async fn start<H: Hold>(hold: H, member: Member, ttl: Duration) -> Result<RegistryLease, ClusterError> {
-        let (renewal, action) = Renewal::start(member.clone(), ttl, now())?;
+        let (mut renewal, action) = Renewal::start(member.clone(), ttl, now())?;
+        if H::TELLS {
+            renewal.is_told_of_losses();
+        }
         let (member, members) = watch::channel(member);
         let (revoke, revoked) = oneshot::channel();
         let mut keeper = Keeper { hold, renewal, action, members, revoked };
@@ -139,6 +150,7 @@ impl<H: Hold> Keeper<H> {
                 Ok(()) = self.members.changed() => {
                     (RenewalInput::Changed(self.members.borrow_and_update().clone()), None)
                 }
+                () = self.hold.lost() => (RenewalInput::Lost, Some(self.cut_off())),
                 () = sleep_until(until.into()) => (RenewalInput::Wake, None),
             },
             RenewalAction::Revoke { until } => {
@@ -157,6 +169,11 @@ impl<H: Hold> Keeper<H> {
 
     fn action_is_revoke(&self) -> bool {
         matches!(self.action, RenewalAction::Revoke { .. })
+    }
+
+    fn cut_off(&self) -> ClusterError {
+        let problem = "it has ended the connection".to_owned();
+        ClusterError::Unavailable { registry: self.hold.address().to_owned(), problem }
     }
 
     fn no_answer(&self) -> ClusterError {

@@ -12,6 +12,8 @@ use crate::member::{Member, check_ttl};
 /// Longest time between two renewals, and for one, however long the ttl. A registry that has lost its members, or comes back, hears of
 /// each living one again before watchers forget it ([`crate::SETTLE`]).
 const LONGEST: Duration = Duration::from_secs(3);
+/// Longest time between two renewals where the holder is [told](RenewalInput::Lost) when the registry may have lost the member.
+const LONGEST_TOLD: Duration = Duration::from_secs(10);
 
 /// An event that the renewal reacts to.
 #[derive(Clone, PartialEq, Debug)]
@@ -26,6 +28,8 @@ pub enum RenewalInput {
     Unavailable,
     /// The registry refused the call.
     Refused,
+    /// The registry may have lost the member since the last renewal: the connection to it has ended.
+    Lost,
     /// The member is to be removed.
     Revoke,
     /// The registry has removed the member.
@@ -88,6 +92,8 @@ pub struct Renewal {
     ttl: Duration,
     phase: Phase,
     backoff: Backoff,
+    /// Longest time between two renewals.
+    longest: Duration,
     registered: bool,
     /// The registry may lack the member's current value: nothing was registered yet, or the last try failed.
     doubtful: bool,
@@ -108,6 +114,7 @@ impl Renewal {
         check_ttl(ttl)?;
         let mut renewal = Renewal {
             backoff: Backoff::new(member.id.0, ttl / 3),
+            longest: LONGEST,
             member,
             ttl,
             phase: Phase::Ended,
@@ -119,6 +126,11 @@ impl Renewal {
         };
         let first = renewal.attempt(now);
         Ok((renewal, first))
+    }
+
+    /// The holder will send [`RenewalInput::Lost`]. So a member with a long ttl need not be renewed as often.
+    pub fn is_told_of_losses(&mut self) {
+        self.longest = LONGEST_TOLD;
     }
 
     /// The member's current value.
@@ -133,12 +145,12 @@ impl Renewal {
 
     /// How long one try may take.
     pub fn patience(&self) -> Duration {
-        self.interval().max(Duration::from_secs(1))
+        (self.ttl / 3).clamp(Duration::from_secs(1), LONGEST)
     }
 
     /// Time between two renewals.
     fn interval(&self) -> Duration {
-        (self.ttl / 3).min(LONGEST)
+        (self.ttl / 3).min(self.longest)
     }
 
     /// The news of the latest step. Returns each only once.
@@ -164,6 +176,8 @@ impl Renewal {
             }
             (Phase::Waiting { until }, RenewalInput::Wake) if now >= until => Some(self.attempt(now)),
             (Phase::Waiting { .. }, RenewalInput::Changed(_)) => Some(self.attempt(now)),
+            // Not at once: a registry that ends each connection would be asked without a pause.
+            (Phase::Waiting { .. }, RenewalInput::Lost) => Some(self.failed(now)),
             (Phase::Trying { .. }, RenewalInput::Renewed) => Some(self.renewed(now)),
             (Phase::Trying { .. }, RenewalInput::Refused) if !self.registered => Some(self.end()),
             (Phase::Trying { .. }, RenewalInput::Refused | RenewalInput::Unavailable) => Some(self.failed(now)),
@@ -249,6 +263,29 @@ mod tests {
 
     fn draining() -> RenewalInput {
         RenewalInput::Changed(Member { draining: true, ..member(1) })
+    }
+
+    /// Who is told of a loss renews a long ttl seldom, and the member is written again soon after the loss.
+    #[test]
+    fn a_loss_that_is_told_of_is_made_good_before_the_next_renewal_is_due() {
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        let renewed = |told: bool| {
+            let (mut renewal, first) = Renewal::start(member(1), minute, now).unwrap();
+            assert_eq!(first, RenewalAction::Renew { changed: true, until: now + LONGEST }, "for a try as before");
+            if told {
+                renewal.is_told_of_losses();
+            }
+            let next = renewal.step(RenewalInput::Renewed, now);
+            (renewal, next)
+        };
+        assert_eq!(renewed(false).1, Some(RenewalAction::Wait { until: now + LONGEST }));
+        let (mut renewal, next) = renewed(true);
+        assert_eq!(next, Some(RenewalAction::Wait { until: now + LONGEST_TOLD }));
+        let Some(RenewalAction::Wait { until }) = renewal.step(RenewalInput::Lost, now) else { panic!("a pause") };
+        assert!(until > now && until <= now + Duration::from_secs(2));
+        let again = renewal.step(RenewalInput::Wake, until);
+        assert_eq!(again, Some(RenewalAction::Renew { changed: true, until: until + LONGEST }));
+        assert_eq!(renewal.step(RenewalInput::Lost, until), None, "the try finds out by itself");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! on the other. A range of a pool is (offset, bytes).
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// A device's error message.
@@ -41,6 +41,28 @@ pub struct Registrable {
     pub kind: MemoryKind,
 }
 
+/// A pool's handle, with which another process on this host opens the pool. Only the device's implementation understands the bytes.
+#[derive(Debug)]
+pub struct PoolHandle {
+    /// What the handle says.
+    pub bytes: Vec<u8>,
+    /// The file descriptor that the bytes speak of. It travels beside them over a unix socket. None: there is none, or it got lost.
+    pub descriptor: Option<OwnedFd>,
+}
+
+/// What a peer's pool was opened by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpenedBy {
+    /// A file descriptor.
+    Descriptor,
+    /// A fabric handle of the GPU, where its descriptor could not be used.
+    Fabric,
+    /// CUDA's legacy inter-process handle. It only works between processes that share IPC and process namespaces.
+    Legacy,
+}
+
+crate::words!(OpenedBy { Descriptor = "descriptor", Fabric = "fabric handle", Legacy = "legacy CUDA IPC handle" });
+
 /// A pool in a device's memory.
 pub trait DeviceMemory: Send + Sync {
     /// Size of the pool in bytes.
@@ -52,8 +74,12 @@ pub trait DeviceMemory: Send + Sync {
     /// A mark for everything that the compute side has stored so far: work queued after this mark sees it. Later marks are larger; the
     /// mark 0 is always reached.
     fn mark(&self) -> u64;
-    /// A handle with which another process on this host opens the pool. Only the device's implementation understands its bytes.
-    fn export(&self) -> Result<Vec<u8>, DeviceError>;
+    /// A handle with which another process on this host opens the pool.
+    fn export(&self) -> Result<PoolHandle, DeviceError>;
+    /// What [`DeviceMemory::export`] hands out, and why nothing better; for people.
+    fn exported_as(&self) -> String {
+        String::new()
+    }
     /// The pool's address for a network library. The calling thread may pass it to the library from now on.
     fn registrable(&self) -> Result<Registrable, DeviceError>;
     /// A queue to the pool for one thread.
@@ -63,8 +89,8 @@ pub trait DeviceMemory: Send + Sync {
 /// One thread's queue to a pool. Reads, copies and digests are jobs, done later and in order; at most [`DEVICE_JOBS`] are under way.
 /// Dropping the queue waits for its jobs and closes the peer's pool.
 pub trait DeviceQueue: Send {
-    /// Opens a pool of at least `bytes` bytes that a peer has exported, for [`DeviceQueue::copy`].
-    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError>;
+    /// Opens a pool of at least `bytes` bytes that a peer has exported, for [`DeviceQueue::copy`]. Returns by what.
+    fn open(&mut self, handle: PoolHandle, bytes: usize) -> Result<OpenedBy, DeviceError>;
     /// Starts to read ranges of the pool into one contiguous buffer, once everything stored before the mark `after` is there.
     fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError>;
     /// Starts to copy runs of `bytes` bytes each to the peer's pool, once everything stored before the mark `after` is there.

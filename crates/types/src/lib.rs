@@ -24,7 +24,8 @@ mod words;
 pub use class::Class;
 pub use constraint::Constraint;
 pub use device::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged,
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, PoolHandle,
+    Registrable, Staged,
 };
 pub use digest::{digest_block, digest_copy, digest_f32, digest_run, hash_bytes, mix, order_copies, stream_copy};
 pub use error::{BatonError, ErrorKind, Fault};

@@ -8,7 +8,7 @@ use baton_model::ModelError;
 use baton_types::PoolGeometry;
 
 use crate::WorkerConfig;
-use crate::choices::BackendKind;
+use crate::choices::{BackendKind, GpuPoolHandles};
 use crate::error::{WorkerError, check};
 
 /// The CPU, or opened GPUs, one per rank.
@@ -20,7 +20,11 @@ pub(crate) enum Chosen<D> {
 /// Opens one GPU of this host per rank if the setting asks for GPUs. Logs one line when `auto` falls back to the CPU. Runs before a model
 /// is fetched, so that a missing GPU is reported at once.
 pub(crate) fn choose(config: &WorkerConfig) -> Result<Chosen<Driver>, WorkerError> {
-    decide(config, cuda::devices, Driver::open)
+    let legacy = config.gpu_pool_handles == GpuPoolHandles::Legacy;
+    decide(config, cuda::devices, |number| {
+        let device = Driver::open(number)?;
+        Ok(if legacy { device.with_legacy_handles() } else { device })
+    })
 }
 
 fn decide<D>(

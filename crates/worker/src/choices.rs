@@ -13,6 +13,16 @@ baton_runtime::config_enum! {
 }
 
 baton_runtime::config_enum! {
+    /// By what other processes open a pool in a GPU's memory.
+    pub enum GpuPoolHandles {
+        /// File descriptors where the driver has them, else legacy handles.
+        Auto = "auto",
+        /// CUDA's legacy inter-process handles.
+        Legacy = "legacy",
+    }
+}
+
+baton_runtime::config_enum! {
     /// The type in which layer weights are kept.
     pub enum Quantization {
         /// The backend's own choice for the stored type.

@@ -10,7 +10,7 @@ use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig, TlsConfig};
 use baton_transfer::{Cpus, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
-use crate::{BackendKind, Quantization};
+use crate::{BackendKind, GpuPoolHandles, Quantization};
 
 /// How many prompt tokens fill a step ([`baton_engine::EngineConfig::pack_tokens`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -57,7 +57,8 @@ baton_runtime::config! {
         advertise: Option<String> = None,
         /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…; with TLS https:// or etcds://
         registry: String = "http://127.0.0.1:8002".to_owned(),
-        /// How long the cluster keeps this worker in its view without a sign of life from it.
+        /// How long the cluster keeps this worker in its view without a sign of life from it, which comes three times as often. With etcd and
+        /// more than a few hundred workers take 30s.
         registry_ttl: Duration = Duration::from_secs(5),
         /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc. auto uses ucx too if ucx_library or
         /// ucx_options is set. A decode worker accepts all of them; with ucx it opens UCX at its start instead of for the first peer.
@@ -100,6 +101,9 @@ baton_runtime::config! {
         /// Share of a GPU's memory for this worker's model and KV, above 0 and at most 1. Workers on the same GPU must divide it among
         /// them.
         gpu_memory_fraction: f64 = 0.9,
+        /// By what other workers of this host open a KV pool in a GPU's memory: auto, by file descriptors where the driver has them; legacy, by
+        /// CUDA's inter-process handles, for which pods need hostIPC and hostPID. Try legacy if the driver or UCX fails on such memory.
+        gpu_pool_handles: GpuPoolHandles = GpuPoolHandles::Auto,
         /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
         /// 0B: none.
         swap_bytes: Bytes = Bytes(0),

@@ -114,6 +114,7 @@ fn peer((worker, paths): (WorkerId, Vec<PathReport>)) -> v1::Peer {
         failures: path.failures,
         bytes_per_second: path.bytes_per_second,
         unused: path.unused.unwrap_or_default(),
+        opened_by: path.opened_by.map(|by| by.to_string()).unwrap_or_default(),
     };
     v1::Peer { id: worker.0, paths: paths.into_iter().map(path).collect() }
 }

@@ -48,7 +48,7 @@ mod tiers;
 mod watchdog;
 mod wire;
 
-pub use choices::{BackendKind, Quantization};
+pub use choices::{BackendKind, GpuPoolHandles, Quantization};
 pub use config::{PackTokens, WorkerConfig};
 pub use convert::kv_converter;
 pub use door::{Door, incoming};

@@ -180,7 +180,7 @@ impl Node {
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
-        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), news);
+        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), node.pool.exported_as(), news);
         let peers = Arc::clone(&ends);
         service.report_peers(move || peers.peers());
         let (links, layout) = (service.clone(), &node.geometry.layout);

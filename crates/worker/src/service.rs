@@ -27,6 +27,8 @@ pub struct WorkerService {
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// Unset for a role that writes to no peer.
     peers: Arc<OnceLock<Peers>>,
+    /// What others open the KV pool by, for people.
+    pool_by: String,
     news: Arc<WorkerNews>,
 }
 
@@ -35,9 +37,10 @@ impl WorkerService {
         id: WorkerId,
         role: &'static str,
         snapshot: watch::Receiver<Snapshot>,
+        pool_by: String,
         news: Arc<WorkerNews>,
     ) -> WorkerService {
-        WorkerService { id, role, snapshot, peers: Arc::default(), news }
+        WorkerService { id, role, snapshot, peers: Arc::default(), pool_by, news }
     }
 
     /// Ends its streams.
@@ -102,6 +105,7 @@ impl worker_server::Worker for WorkerService {
             peers: self.peers.get().map(|peers| peers()).unwrap_or_default(),
             id: self.id.0,
             pid: std::process::id(),
+            pool_by: self.pool_by.clone(),
         }))
     }
 }

@@ -1,14 +1,16 @@
 //! How fast KV goes from a pool of this process into one of another on the same device: runs copied and digested as workers do it, without
 //! a network, an engine or a model. The other process is this program again.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Instant;
 
 use baton_kernels::KernelError;
 use baton_kernels::conformance::Random;
-use baton_kernels::cuda::{SharedPool, SharingDevice};
+use baton_kernels::cuda::{SharedPool, SharingDevice, receive_handle, send_handle};
 use baton_types::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving};
 
 use crate::{Figure, ROUNDS, Sizes};
@@ -41,9 +43,9 @@ fn digest(queue: &mut dyn DeviceQueue, sizes: &Sizes) -> Result<u64, DeviceError
 pub fn target<D: SharingDevice>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     let (count, bytes) = sizes.runs;
     let pool = SharedPool::new(&device, count * bytes)?;
-    let handle: String = pool.export().map_err(broken)?.iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("{MARK}{handle}");
-    std::io::stdin().read_line(&mut String::new()).map_err(broken)?;
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(broken)?);
+    send_handle(&socket, &pool.export().map_err(broken)?).map_err(broken)?;
+    (&socket).read_exact(&mut [0]).map_err(broken)?;
     let found = pool.queue().and_then(|mut queue| digest(&mut *queue, sizes)).map_err(broken)?;
     println!("{MARK}{found:016x}");
     Ok(())
@@ -52,16 +54,19 @@ pub fn target<D: SharingDevice>(device: Arc<D>, sizes: &Sizes) -> Result<(), Ker
 /// The other process, killed when it is dropped.
 struct Target {
     child: Child,
+    /// Its input, over which it sends its pool's handle.
+    socket: UnixStream,
     says: BufReader<std::process::ChildStdout>,
 }
 
 impl Target {
     fn start(host: bool) -> Result<Self, KernelError> {
         let mut command = Command::new(std::env::current_exe().map_err(broken)?);
-        command.arg(TARGET).args(host.then_some("--host")).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let (socket, theirs) = UnixStream::pair().map_err(broken)?;
+        command.arg(TARGET).args(host.then_some("--host")).stdin(OwnedFd::from(theirs)).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(broken)?;
         let out = child.stdout.take().ok_or_else(|| broken("no output"))?;
-        Ok(Target { child, says: BufReader::new(out) })
+        Ok(Target { child, socket, says: BufReader::new(out) })
     }
 
     /// Its next word.
@@ -124,10 +129,8 @@ pub fn bench<D: SharingDevice>(device: Arc<D>, sizes: &Sizes, host: bool) -> Res
     fill(&mut *queue, sizes).map_err(broken)?;
     let want = digest(&mut *queue, sizes).map_err(broken)?;
     let mut target = Target::start(host)?;
-    let hex = target.word()?;
-    let byte = |pair: &[u8]| std::str::from_utf8(pair).ok().and_then(|pair| u8::from_str_radix(pair, 16).ok());
-    let handle: Option<Vec<u8>> = hex.as_bytes().chunks(2).map(byte).collect();
-    queue.open(&handle.ok_or_else(|| broken("no handle"))?, count * bytes).map_err(broken)?;
+    let handle = receive_handle(&target.socket).map_err(broken)?;
+    let by = queue.open(handle, count * bytes).map_err(broken)?;
     let mut rounds = [0.0; ROUNDS];
     // The first does not count.
     for round in 0..=ROUNDS {
@@ -139,13 +142,13 @@ pub fn bench<D: SharingDevice>(device: Arc<D>, sizes: &Sizes, host: bool) -> Res
             rounds[at] = began.elapsed().as_secs_f64();
         }
     }
-    target.child.stdin.as_mut().ok_or_else(|| broken("no input"))?.write_all(b"\n").map_err(broken)?;
+    target.socket.write_all(b"!").map_err(broken)?;
     let there = target.word()?;
     if there != format!("{want:016x}") {
         return Err(broken(format!("the other process finds {there}, not {want:016x}")));
     }
     rounds.sort_by(f64::total_cmp);
-    let case = format!("{count} runs of {bytes} bytes, digested");
+    let case = format!("{count} runs of {bytes} bytes, digested, pool opened by {by}");
     Figure { what: "ipc", case, seconds: rounds[ROUNDS / 2], bytes: count * bytes, operations: 0 }.print(sizes);
     Ok(())
 }

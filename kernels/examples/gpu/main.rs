@@ -3,6 +3,7 @@
 //!     cargo run --release -p baton-kernels --example gpu -- conformance
 //!     cargo run --release -p baton-kernels --example gpu -- bench
 //!     cargo run --release -p baton-kernels --example gpu -- handoff
+//!     cargo run --release -p baton-kernels --example gpu -- sharing
 //!
 //! Each figure is the median of several rounds, over values that are noise: of products of zeros, or attention whose scores are all one,
 //! less is done. Where attention has two kernels for a batch, what both give at the measured size is compared. With `--json` a line is an
@@ -13,6 +14,7 @@
 mod attention;
 mod handoff;
 mod products;
+mod sharing;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -140,8 +142,24 @@ fn main() -> ExitCode {
             Some(device) => handoff::target(Arc::new(device), &small),
             None => Ok(()),
         },
+        ([sharing::OWNER], false) => Driver::open(0).and_then(|device| sharing::owner(Arc::new(device))),
+        ([sharing::GUEST], false) => Driver::open(0).and_then(|device| sharing::guest(Arc::new(device))),
+        (["sharing"], false) => Driver::open(0).and_then(|device| {
+            let legacy = Driver::open(0)?.with_legacy_handles();
+            sharing::check(Arc::new(device), Arc::new(legacy), host)
+        }),
+        ([role @ ("sharing" | sharing::OWNER | sharing::GUEST)], true) => {
+            match (HostDevice::for_tests(), HostDevice::for_tests(), *role) {
+                (Some(device), _, sharing::OWNER) => sharing::owner(Arc::new(device)),
+                (Some(device), _, sharing::GUEST) => sharing::guest(Arc::new(device)),
+                (Some(device), Some(legacy), _) => {
+                    sharing::check(Arc::new(device), Arc::new(legacy.with_legacy_handles()), host)
+                }
+                _ => Ok(()),
+            }
+        }
         _ => Err(KernelError::NoDevice(
-            "usage: gpu conformance|bench|handoff [--host] [--json] [--no-hopper] [--fp8]".to_owned(),
+            "usage: gpu conformance|bench|handoff|sharing [--host] [--json] [--no-hopper] [--fp8]".to_owned(),
         )),
     };
     match outcome {

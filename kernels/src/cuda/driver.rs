@@ -5,6 +5,7 @@
 
 mod blas;
 mod graphs;
+mod physical;
 mod sharing;
 mod tensor_map;
 
@@ -21,6 +22,7 @@ use graphs::Captures;
 use super::device::{
     Address, Call, Device, Event, Fp8, Gemm, Graph, Launch, Piece, Properties, Rows, Stream, TensorMap,
 };
+use super::sharing::SharedMemory;
 use crate::KernelError;
 
 /// The kernels for all architectures; empty in a build without kernels.
@@ -44,7 +46,9 @@ pub struct Driver {
     /// [`Device::write`] before it returns.
     walks_host_tables: bool,
     made: Mutex<Made>,
-    imports: Mutex<Imports>,
+    shared: Mutex<SharedMemory>,
+    /// Whether memory is shared by legacy handles only.
+    legacy_only: bool,
 }
 
 /// Kernels, streams, events and graphs that were asked for so far.
@@ -56,9 +60,6 @@ struct Made {
     events: Vec<sys::CUevent>,
     captures: Captures,
 }
-
-/// Address of each import, and the base of the allocation it lies in.
-type Imports = Vec<(Address, sys::CUdeviceptr)>;
 
 // SAFETY: the driver's objects may be used from any thread that has made the context current, as every call here does first.
 unsafe impl Send for Driver {}
@@ -151,8 +152,19 @@ impl Driver {
             Ok((module, blas)) => {
                 properties.fp8 = blas.fp8(properties.capability);
                 properties.products = format!("cuBLASLt {}", blas.version());
-                let (made, imports) = (Mutex::default(), Mutex::default());
-                Ok(Driver { properties, ordinal, device, context, module, blas, walks_host_tables, made, imports })
+                let (made, shared) = (Mutex::default(), Mutex::default());
+                Ok(Driver {
+                    properties,
+                    ordinal,
+                    device,
+                    context,
+                    module,
+                    blas,
+                    walks_host_tables,
+                    made,
+                    shared,
+                    legacy_only: false,
+                })
             }
             Err(error) => {
                 // SAFETY: retained above, and used by nobody any more.
@@ -160,6 +172,12 @@ impl Driver {
                 Err(error)
             }
         }
+    }
+
+    /// The same GPU, but its memory is shared by CUDA's legacy handles only.
+    pub fn with_legacy_handles(mut self) -> Self {
+        self.legacy_only = true;
+        self
     }
 
     /// The GPU's number on this host.
@@ -177,8 +195,8 @@ impl Driver {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn imports(&self) -> MutexGuard<'_, Imports> {
-        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
+    fn shared(&self) -> MutexGuard<'_, SharedMemory> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The driver's handle of a stream. The context is current on this thread afterwards.
@@ -265,10 +283,10 @@ impl Device for Driver {
     }
 
     fn free(&self, at: Address) {
-        // The call waits for all work of the device. It fails only when the context is broken, which other calls report.
-        if self.current().is_ok() {
-            // SAFETY: `Memory` frees what it allocated, once.
-            let _ = unsafe { result::free_sync(at.0) };
+        let shared = self.shared().disown(at);
+        match shared {
+            Some(memory) => memory.free(self),
+            None => self.free_plain(at),
         }
     }
 

@@ -4,6 +4,7 @@
 //! (`kernels/cuda/shim`). All work of a call is done when it returns, so streams and events are mere names.
 
 mod exchange;
+mod memory;
 mod sharing;
 
 use std::alloc::{Layout, alloc, dealloc};
@@ -19,8 +20,11 @@ use libloading::Library;
 use super::device::{
     Address, Call, Device, Event, Fp8, Gemm, Graph, Operands, Piece, Properties, Rows, Stream, TensorMap,
 };
+use super::sharing::SharedMemory;
 use super::work::{Captures, Kept, Work};
 use crate::KernelError;
+pub use memory::Held;
+pub(super) use memory::{HostMemory, MemoryCall, Why};
 
 type LaunchFn = unsafe extern "C" fn(*const c_char, *const u8, u64, *const u32, *const u32, u32) -> u32;
 /// Arguments: map, base; width, rows, bytes of a row; width and rows of a box.
@@ -52,7 +56,9 @@ pub struct HostDevice {
     _library: Library,
     properties: Properties,
     memory: Mutex<HashMap<Address, Layout>>,
-    shared: Mutex<sharing::Shared>,
+    shared: Mutex<SharedMemory>,
+    /// The calls by which memory is shared.
+    shareable: HostMemory,
     named: AtomicUsize,
     captures: Mutex<Captures>,
 }
@@ -78,7 +84,7 @@ impl HostDevice {
         let (memory, capability, products) = (MEMORY, CAPABILITY, "this processor's products".to_owned());
         let properties = Properties { name, memory, capability, fp8, products, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
-        let captures = Mutex::default();
+        let (captures, shareable) = (Mutex::default(), HostMemory::default());
         Ok(HostDevice {
             launch,
             layout,
@@ -89,6 +95,7 @@ impl HostDevice {
             properties,
             memory,
             shared,
+            shareable,
             named,
             captures,
         })
@@ -98,6 +105,17 @@ impl HostDevice {
     pub fn with_fp8(mut self, fp8: Fp8) -> Self {
         self.properties.fp8 = fp8;
         self
+    }
+
+    /// The same device, but its memory can be shared by legacy handles only.
+    pub fn with_legacy_handles(self) -> Self {
+        self.shareable.refuse(MemoryCall::Names, Why::NotSupported);
+        self
+    }
+
+    /// What this process has of memory that it shares.
+    pub fn held(&self) -> Held {
+        self.shareable.held()
     }
 
     /// A device with the library built from the present sources. Without the CUDA headers: None, with the reason on standard error.
@@ -137,7 +155,7 @@ impl HostDevice {
         out[..(count as usize).min(out.len())].iter().map(|&x| x as usize).collect()
     }
 
-    fn shared(&self) -> MutexGuard<'_, sharing::Shared> {
+    fn shared(&self) -> MutexGuard<'_, SharedMemory> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -232,7 +250,9 @@ impl Device for HostDevice {
     }
 
     fn free(&self, at: Address) {
-        if self.shared().forget(at) {
+        let shared = self.shared().disown(at);
+        if let Some(memory) = shared {
+            memory.free(&self.shareable);
             return;
         }
         if let Some(layout) = self.memory.lock().unwrap_or_else(PoisonError::into_inner).remove(&at) {

@@ -48,7 +48,7 @@ pub use device::{
 pub use driver::{Driver, devices};
 pub use exchange::{Columns, Exchange, ExchangingDevice};
 #[cfg(feature = "testing")]
-pub use host::HostDevice;
+pub use host::{Held, HostDevice};
 pub use memory::Memory;
 #[cfg(feature = "testing")]
 pub use nowhere::Nowhere;
@@ -56,4 +56,6 @@ pub use nowhere::Nowhere;
 pub use recorder::{Recorded, Recorder};
 pub use shared_pool::SharedPool;
 pub use sharing::SharingDevice;
+#[cfg(feature = "testing")]
+pub use sharing::{receive_handle, send_handle};
 pub use weight::{CudaWeight, product_weight_bytes};

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use baton_types::{MemoryKind, Registrable};
+use baton_types::{MemoryKind, OpenedBy, PoolHandle, Registrable};
 
 use super::device::{
     Address, Call, Device, Event, Gemm, Graph, HostCopies, Piece, Properties, Rows, Stream, TensorMap,
@@ -130,11 +130,14 @@ impl SharingDevice for Nowhere {
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError> {
         self.allocate(bytes)
     }
-    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError> {
-        Ok(at.0.to_le_bytes().to_vec())
+    fn export(&self, at: Address) -> Result<PoolHandle, KernelError> {
+        Ok(PoolHandle { bytes: at.0.to_le_bytes().to_vec(), descriptor: None })
     }
-    fn import(&self, _handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
-        self.allocate(bytes)
+    fn exported_as(&self, _at: Address) -> String {
+        String::new()
+    }
+    fn import(&self, _handle: PoolHandle, bytes: usize) -> Result<(Address, OpenedBy), KernelError> {
+        Ok((self.allocate(bytes)?, OpenedBy::Descriptor))
     }
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
         Ok(Registrable { address: at.0, kind: MemoryKind::Host })

@@ -10,7 +10,7 @@ mod copies;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use baton_types::{DeviceError, DeviceMemory, DeviceQueue, Registrable};
+use baton_types::{DeviceError, DeviceMemory, DeviceQueue, PoolHandle, Registrable};
 
 use super::device::{Device, Event};
 use super::memory::Memory;
@@ -109,8 +109,12 @@ impl<D: SharingDevice> DeviceMemory for SharedPool<D> {
         self.memory.marks().set
     }
 
-    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+    fn export(&self) -> Result<PoolHandle, DeviceError> {
         Ok(self.device.export(self.memory.memory.piece(0, 0).at())?)
+    }
+
+    fn exported_as(&self) -> String {
+        self.device.exported_as(self.memory.memory.piece(0, 0).at())
     }
 
     fn registrable(&self) -> Result<Registrable, DeviceError> {

@@ -2,13 +2,25 @@
 //!
 //! [`super::SharedPool`] uses it for transfers; computing needs only [`Device`]. [`Imported`] closes imported memory when dropped.
 
+mod calls;
+mod handle;
+mod memory;
+#[cfg(feature = "testing")]
+mod pass;
+
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use baton_types::Registrable;
+use baton_types::{OpenedBy, PoolHandle, Registrable};
 
 use super::device::{Address, Device, Event, Piece, Stream};
 use crate::KernelError;
+
+pub(super) use calls::{MemoryCalls, Names, PhysicalId};
+pub(super) use handle::{DeviceId, Fabric};
+pub(super) use memory::SharedMemory;
+#[cfg(feature = "testing")]
+pub use pass::{receive_handle, send_handle};
 
 /// A device whose memory can be handed to another process.
 pub trait SharingDevice: Device {
@@ -16,12 +28,15 @@ pub trait SharingDevice: Device {
     fn allocate_shared(&self, bytes: usize) -> Result<Address, KernelError>;
     /// A handle by which a process of this host imports memory of [`SharingDevice::allocate_shared`]. That memory must not be freed while
     /// others have it imported.
-    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError>;
-    /// Opens memory of at least `bytes` bytes by its handle, of another process or of this one, until [`SharingDevice::close`].
+    fn export(&self, at: Address) -> Result<PoolHandle, KernelError>;
+    /// What [`SharingDevice::export`] hands out, and why nothing better; for people.
+    fn exported_as(&self, at: Address) -> String;
+    /// Opens memory of at least `bytes` bytes by its handle, of another process or of this one, until [`SharingDevice::close`]. Returns by
+    /// what it was opened, too.
     ///
     /// # Errors
     /// When the handle is invalid, its process has ended, or its device cannot be reached from this one.
-    fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError>;
+    fn import(&self, handle: PoolHandle, bytes: usize) -> Result<(Address, OpenedBy), KernelError>;
     /// Address and kind of this memory, for a network library that sends from it and receives into it. Afterwards the calling thread may
     /// use the memory with that library.
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError>;
@@ -47,9 +62,9 @@ pub(super) struct Imported<D: SharingDevice> {
 }
 
 impl<D: SharingDevice> Imported<D> {
-    pub fn open(device: &Arc<D>, handle: &[u8], bytes: usize) -> Result<Self, KernelError> {
-        let at = device.import(handle, bytes)?;
-        Ok(Imported { device: Arc::clone(device), at, bytes })
+    pub fn open(device: &Arc<D>, handle: PoolHandle, bytes: usize) -> Result<(Self, OpenedBy), KernelError> {
+        let (at, by) = device.import(handle, bytes)?;
+        Ok((Imported { device: Arc::clone(device), at, bytes }, by))
     }
 
     /// The piece of `bytes` bytes from byte `from` on, or None if it reaches beyond the end.

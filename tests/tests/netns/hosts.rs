@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use anyhow::{Context, ensure};
@@ -27,13 +27,15 @@ pub struct Hosts {
     /// What joins them, if no bridge does.
     pub wire: Option<Wire>,
     dir: tempfile::TempDir,
+    /// The folder of sockets that workers share, as pods of one node.
+    sockets: Option<PathBuf>,
     processes: Vec<(Child, &'static str)>,
 }
 
 impl Hosts {
     fn new(quality: Option<Quality>) -> anyhow::Result<Hosts> {
         let name = format!("baton-{}", std::process::id());
-        let mut hosts = Hosts { name, wire: None, dir: tempfile::tempdir()?, processes: vec![] };
+        let mut hosts = Hosts { name, wire: None, dir: tempfile::tempdir()?, sockets: None, processes: vec![] };
         hosts.script(if quality.is_some() { "taps" } else { "up" })?;
         if let Some(quality) = quality {
             let ends =
@@ -70,6 +72,9 @@ impl Hosts {
         command.arg(role).args(args);
         // Every prompt is handed over, however short.
         command.env("BATON_LOCAL_PREFILL", "1");
+        if let Some(folder) = self.sockets.as_ref().filter(|_| role != "router") {
+            command.env("BATON_TRANSFER_SOCKETS", folder);
+        }
         command.stderr(File::create(self.dir.path().join(role))?);
         self.processes.push((command.spawn()?, role));
         Ok(())
@@ -147,7 +152,19 @@ pub fn joined(quality: Option<Quality>) -> Option<Hosts> {
 
 /// A cluster on three hosts.
 pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
-    let mut hosts = joined(quality)?;
+    Some(cluster(joined(quality)?, model))
+}
+
+/// A cluster of three pods on one host: the workers share a folder of sockets.
+pub fn three_pods(model: &Path) -> Option<Hosts> {
+    let mut pods = joined(None)?;
+    let folder = pods.dir.path().join("sockets");
+    std::fs::create_dir(&folder).unwrap();
+    pods.sockets = Some(folder);
+    Some(cluster(pods, model))
+}
+
+fn cluster(mut hosts: Hosts, model: &Path) -> Hosts {
     let model = model.to_str().unwrap();
     let certs = hosts.dir.path().join("certs");
     let folder = certs.to_str().unwrap();
@@ -192,5 +209,5 @@ pub fn three_hosts(model: &Path, quality: Option<Quality>) -> Option<Hosts> {
         Ok(())
     };
     hosts.visit(ready).unwrap();
-    Some(hosts)
+    hosts
 }

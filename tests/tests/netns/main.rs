@@ -20,7 +20,7 @@ use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{connect, models, status, wait, wait_all_free};
 use baton_tests::local::{Local, Options};
 use baton_types::SamplingParams;
-use hosts::{PREFILL, REGISTRY, ROUTER, address, three_hosts};
+use hosts::{Hosts, PREFILL, REGISTRY, ROUTER, address, three_hosts, three_pods};
 
 /// What one process answers, greedily.
 fn one_process(path: &Path, prompt: &[u32], tokens: u32) -> Vec<u32> {
@@ -37,9 +37,20 @@ fn alone() -> MutexGuard<'static, ()> {
 
 #[test]
 fn three_hosts_answer_like_one_process() {
+    answers_like_one_process(|model| three_hosts(model, None), "tcp");
+}
+
+/// Workers with a network namespace each, and a folder that both can write to.
+#[test]
+fn pods_of_one_node_hand_over_by_shared_memory() {
+    answers_like_one_process(three_pods, "shm");
+}
+
+/// Asks a cluster, whose KV must go over this transport and no other.
+fn answers_like_one_process(start: impl FnOnce(&Path) -> Option<Hosts>, transport: &str) {
     let _alone = alone();
     let path = fetch::resolve("smollm2", &fetch::default_cache().unwrap(), &fetch::ProgressBar::new()).unwrap();
-    let Some(hosts) = three_hosts(&path, None) else { return };
+    let Some(hosts) = start(&path) else { return };
     let (prompt, tokens) = (prompt(150, 1), 24);
     let want = one_process(&path, &prompt, tokens);
     let work = || {
@@ -49,12 +60,13 @@ fn three_hosts_answer_like_one_process() {
             wait_all_free(REGISTRY).await?;
             anyhow::Ok(answer)
         })?;
-        let bytes = Metrics::of(address(PREFILL, 9000))?.sum("baton_transfer_bytes_total", "transport=\"tcp\"");
-        Ok((answer.ids, bytes))
+        let metrics = Metrics::of(address(PREFILL, 9000))?;
+        let over = metrics.sum("baton_transfer_bytes_total", &format!("transport=\"{transport}\""));
+        Ok((answer.ids, over, metrics.sum("baton_transfer_bytes_total", "")))
     };
-    let (ids, bytes) = hosts.visit(work).unwrap();
+    let (ids, over, all) = hosts.visit(work).unwrap();
     assert_eq!(ids, want); // I1
-    assert!(bytes > 0.0, "no KV went over TCP");
+    assert!(over > 0.0 && over == all, "{over} bytes of {all} went over {transport}");
     hosts.stop().unwrap();
 }
 

@@ -210,6 +210,45 @@ fn an_idle_session_is_closed_and_the_next_handoff_begins_another(choice: Transpo
     assert_eq!(decode.receiver.fence(Epoch(4)), FenceState::Clear);
 }
 
+/// Names of this process's threads for a worker that KV is sent to.
+#[cfg(test)]
+fn threads_for(worker: WorkerId) -> Vec<String> {
+    let names = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let names = names.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    // The system keeps 15 bytes of a name.
+    let wanted = ["kv-out", "kv-dial"].map(|kind| format!("{kind}-{worker}").chars().take(15).collect::<String>());
+    names.map(|name| name.trim().to_owned()).filter(|name| wanted.contains(name)).collect()
+}
+
+/// However many connections a session has, and however often one follows the other, a pair has one thread here while it is open, and at most
+/// three between two sessions: the last one's, the next one's, and that which connects.
+#[cfg(test)]
+#[test]
+fn threads_of_a_pair_are_few_however_often_its_session_ends() {
+    let worker = WorkerId(0xabc);
+    for (choice, connections) in [(TransportChoice::Shm, 1), (TransportChoice::Tcp, 8)] {
+        with_connections(connections, || {
+            let decode = Decode::new(large(), worker.0);
+            let limits = TransferLimits { idle: Duration::from_millis(20), ..patient() };
+            let prefill = Prefill::limited(large(), 2, choice, Arc::new(|inner| inner), limits);
+            for epoch in 1..30 {
+                let handoff = prefill.send(&decode.reserve(epoch, &first(32)), 0);
+                assert!(threads_for(worker).len() <= 3, "{:?}", threads_for(worker));
+                handoff.wait().unwrap();
+                decode.expect_verified(epoch);
+                decode.receiver.release(Epoch(epoch));
+                let open = threads_for(worker);
+                assert!(open.len() <= 1, "{open:?}");
+                if epoch % 3 == 0 {
+                    until_sessions(&decode, 0);
+                }
+            }
+            drop(prefill);
+            assert_eq!(threads_for(worker), [""; 0]);
+        });
+    }
+}
+
 #[cfg(test)]
 #[test]
 fn the_last_place_for_a_session_costs_the_one_used_least_recently() {

@@ -2,15 +2,20 @@
 //! are done only when asked after a second time. Written bytes land as late as is allowed.
 
 use std::collections::VecDeque;
-use std::fs::OpenOptions;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
 use baton_handoff::Range;
 use baton_types::digest_block;
 use rustix::event::EventfdFlags;
 
 use super::*;
-use crate::{DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, Registrable, Staged};
+use crate::{
+    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, PoolHandle,
+    Registrable, Staged,
+};
+
+/// What the handle of every pool says: its descriptor says the rest.
+const HANDLE: &[u8] = b"a fake device's";
 
 /// This memory as a device's memory.
 pub fn memory_over(segment: &Arc<Segment>) -> Arc<dyn DeviceMemory> {
@@ -30,9 +35,9 @@ impl DeviceMemory for Fake {
         7
     }
 
-    fn export(&self) -> Result<Vec<u8>, DeviceError> {
-        let (process, fd) = (std::process::id(), self.segment.fd().as_raw_fd());
-        Ok(format!("/proc/{process}/fd/{fd}").into_bytes())
+    fn export(&self) -> Result<PoolHandle, DeviceError> {
+        let descriptor = self.segment.fd().try_clone_to_owned().map_err(|e| DeviceError(e.to_string()))?;
+        Ok(PoolHandle { bytes: HANDLE.to_vec(), descriptor: Some(descriptor) })
     }
 
     fn registrable(&self) -> Result<Registrable, DeviceError> {
@@ -99,11 +104,11 @@ impl FakeQueue {
 }
 
 impl DeviceQueue for FakeQueue {
-    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
-        let path = std::str::from_utf8(handle).map_err(|e| DeviceError(e.to_string()))?;
-        let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| DeviceError(e.to_string()))?;
-        self.peer = Some(Segment::open_peer(file.into(), bytes).map_err(|e| DeviceError(e.to_string()))?);
-        Ok(())
+    fn open(&mut self, handle: PoolHandle, bytes: usize) -> Result<OpenedBy, DeviceError> {
+        let fd = handle.descriptor.filter(|_| handle.bytes == HANDLE);
+        let fd = fd.ok_or_else(|| DeviceError("no handle, or no descriptor with it".to_owned()))?;
+        self.peer = Some(Segment::open_peer(fd, bytes).map_err(|e| DeviceError(e.to_string()))?);
+        Ok(OpenedBy::Descriptor)
     }
 
     fn read(&mut self, after: u64, ranges: &[Range]) -> Result<(), DeviceError> {
@@ -193,7 +198,7 @@ fn broken<T>() -> Result<T, DeviceError> {
 }
 
 impl DeviceQueue for Broken {
-    fn open(&mut self, _: &[u8], _: usize) -> Result<(), DeviceError> {
+    fn open(&mut self, _: PoolHandle, _: usize) -> Result<OpenedBy, DeviceError> {
         broken()
     }
     fn read(&mut self, _: u64, _: &[Range]) -> Result<(), DeviceError> {
@@ -232,7 +237,7 @@ impl DeviceMemory for Broken {
     fn mark(&self) -> u64 {
         0
     }
-    fn export(&self) -> Result<Vec<u8>, DeviceError> {
+    fn export(&self) -> Result<PoolHandle, DeviceError> {
         broken()
     }
     fn registrable(&self) -> Result<Registrable, DeviceError> {

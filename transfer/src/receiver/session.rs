@@ -280,7 +280,8 @@ impl Session {
             Ok(segment) => segment,
             Err(memory) => {
                 let handle = memory.export().map_err(while_doing("let a peer into the pool"))?;
-                self.link.push(&Frame::Handle { bytes: memory.bytes() as u64, handle });
+                handle.descriptor.into_iter().for_each(|fd| self.link.push_fd(fd));
+                self.link.push(&Frame::Handle { bytes: memory.bytes() as u64, handle: handle.bytes });
                 return Ok(());
             }
         };

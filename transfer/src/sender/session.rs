@@ -17,7 +17,7 @@ use super::dial::dial;
 use super::queue::Queue;
 use crate::convert::{Conversions, Converting};
 use crate::cuda_ipc::CudaIpc;
-use crate::device::Reach;
+use crate::device::{PoolHandle, Reach};
 use crate::in_order::InOrder;
 use crate::link::{Got, MAX_QUEUED};
 use crate::links::Links;
@@ -300,7 +300,7 @@ impl Session {
         self.carry(Box::new(shm))
     }
 
-    /// Opens the peer's pool in device memory. Its handle comes before the first grant.
+    /// Opens the peer's pool in device memory. Its handle comes before the first grant, and a descriptor of the pool with it.
     fn open_pool(&mut self, bytes: u64, handle: &[u8]) -> Result<(), TransferError> {
         let wanted = self.kind == TransportKind::CudaIpc && self.transport.is_none();
         let Some(local) = self.plan.pool().host().err().filter(|_| wanted) else {
@@ -311,7 +311,10 @@ impl Session {
             return Err(self.broken(Malformed::new("handle", problem)));
         }
         let grace = self.plan.config.options.limits.grace();
-        let copies = CudaIpc::open(self.plan.peer(), &**local, handle, &self.remote, grace)?;
+        let handle = PoolHandle { bytes: handle.to_vec(), descriptor: self.links.own.take_fd() };
+        let (copies, by) = CudaIpc::open(self.plan.peer(), &**local, handle, &self.remote, grace)?;
+        tracing::debug!(peer = %self.plan.peer(), %by, "the peer's pool is open");
+        self.plan.paths(|paths| paths.opened(by));
         self.transport = Some(self.plan.wrap(Box::new(copies)));
         Ok(())
     }

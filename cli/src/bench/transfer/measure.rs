@@ -38,7 +38,8 @@ pub(super) fn run(options: &BenchOptions, peer: Peer) -> anyhow::Result<BenchRep
     }
     let ways = bench.ways().into_iter().filter(|way| options.round_trips > 0 && *way != Way::Memcpy);
     let latency = ways.map(|way| bench.latency(way)).collect::<Result<_, _>>()?;
-    Ok(BenchReport { here, there, bandwidth, latency })
+    let handoffs = bench.handoffs();
+    Ok(BenchReport { here, there, bandwidth, latency, handoffs })
 }
 
 pub(super) fn check(options: &BenchOptions) -> anyhow::Result<()> {
@@ -85,6 +86,14 @@ impl Bench<'_> {
         peer.begin(geometry, options.scattered.map(|seed| seed.wrapping_add(1)))?;
         let order = order(geometry, options.scattered);
         Ok(Bench { options, peer, memory, order, senders })
+    }
+
+    /// Handoffs so far, by what has carried them.
+    fn handoffs(&self) -> Vec<(TransportKind, u64)> {
+        let paths: Vec<_> =
+            self.senders.iter().flat_map(|(_, sender)| sender.paths()).flat_map(|(_, all)| all).collect();
+        let of = |kind| paths.iter().filter(|path| path.transport == kind).map(|path| path.handoffs).sum();
+        TransportKind::ALL.into_iter().map(|kind| (kind, of(kind))).filter(|(_, count)| *count > 0).collect()
     }
 
     fn ways(&self) -> Vec<Way> {
@@ -189,7 +198,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, pool: Pool) -> Result<S
         ucx: options.ucx.clone(),
         tls: None,
         tcp_connections: connections,
-        sockets: None,
+        sockets: options.sockets.clone(),
         cpus: options.cpus.clone(),
         limits: TransferLimits::default(),
         convert: None,

@@ -1,5 +1,7 @@
 //! What is measured, and the figures.
 
+use std::path::PathBuf;
+
 use baton_transfer::{Cpus, TransportKind, UcxSettings};
 use baton_types::PoolGeometry;
 
@@ -24,6 +26,8 @@ pub struct BenchOptions {
     pub scattered: Option<u64>,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
+    /// The folder of sockets that both ends share, if they do.
+    pub sockets: Option<PathBuf>,
     /// CPUs this end runs on.
     pub cpus: Cpus,
 }
@@ -103,4 +107,6 @@ pub struct BenchReport {
     pub bandwidth: Vec<Bandwidth>,
     /// By way.
     pub latency: Vec<Latency>,
+    /// Verified handoffs by what has carried them, those that warm up included; as workers count them.
+    pub handoffs: Vec<(TransportKind, u64)>,
 }

@@ -4,6 +4,7 @@
 //! target; a plain stream by a line before its bytes and one after. Serves one driving end at a time, and keeps nothing for the next.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
 use anyhow::{Context, Error, bail};
@@ -23,6 +24,8 @@ pub struct ServeOptions {
     pub once: bool,
     /// How UCX is set up at this end.
     pub ucx: UcxSettings,
+    /// The folder of sockets that both ends share, if they do.
+    pub sockets: Option<PathBuf>,
     /// CPUs this end runs on.
     pub cpus: Cpus,
 }
@@ -115,7 +118,7 @@ impl Pool {
                 pool: segment.clone().into(),
                 ucx: options.ucx.clone(),
                 tls: None,
-                sockets: None,
+                sockets: options.sockets.clone(),
                 cpus: options.cpus.clone(),
                 limits: TransferLimits::default(),
                 verify,

@@ -1,5 +1,6 @@
 //! The output of `baton bench transfer`: Markdown tables with the conditions of the measurement, or the same as JSON.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use baton_transfer::TransportKind;
@@ -49,6 +50,7 @@ impl Table<'_> {
             "rounds": self.options.rounds,
             "bandwidth": bandwidth.collect::<Vec<_>>(),
             "latency": latency.collect::<Vec<_>>(),
+            "handoffs": self.report.handoffs.iter().map(|(kind, count)| (kind.as_str(), *count)).collect::<BTreeMap<_, _>>(),
         })
     }
 
@@ -96,7 +98,11 @@ impl fmt::Display for Table<'_> {
             None => writeln!(f, "Between two processes on {here}.\n")?,
         }
         self.bandwidth(f)?;
-        if self.report.latency.is_empty() { Ok(()) } else { self.latency(f) }
+        if !self.report.latency.is_empty() {
+            self.latency(f)?;
+        }
+        let counted = self.report.handoffs.iter().map(|(kind, count)| format!("{count} over {kind}"));
+        writeln!(f, "\nHandoffs in all, warm-up included: {}.", counted.collect::<Vec<_>>().join(", "))
     }
 }
 

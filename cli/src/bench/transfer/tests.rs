@@ -28,7 +28,8 @@ fn started() {
     if std::env::var_os(CHILD).is_none() {
         return;
     }
-    let options = ServeOptions { listen: ([127, 0, 0, 1], 0).into(), once: true, ucx: ucx(), cpus: Cpus::default() };
+    let (listen, sockets) = (([127, 0, 0, 1], 0).into(), None);
+    let options = ServeOptions { listen, once: true, ucx: ucx(), sockets, cpus: Cpus::default() };
     let listening = |served| {
         if let Served::Listening(address) = served {
             println!("{MARK}{address}");
@@ -55,6 +56,7 @@ fn options() -> BenchOptions {
         unverified: true,
         scattered: Some(7),
         ucx: ucx(),
+        sockets: None,
         cpus: Cpus::default(),
     }
 }

@@ -91,6 +91,13 @@ impl Etcd {
         Etcd::start_with(Some(folder.to_owned()))
     }
 
+    /// Ends it, and all that it knew is gone.
+    pub fn wipe(&mut self) {
+        self.kill();
+        std::fs::remove_dir_all(self.data.path()).unwrap();
+        std::fs::create_dir(self.data.path()).unwrap();
+    }
+
     /// With the next start it has these certificates, or none.
     pub fn secure(&mut self, certificates: Option<PathBuf>) {
         self.certificates = certificates;

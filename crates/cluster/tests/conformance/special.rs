@@ -1,14 +1,15 @@
 //! Tests that concern only one of the registries.
 
+use std::io::{Read, Write};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use baton_cluster::{ClusterError, EmbeddedRegistry, Member, Registry, connect, member_to_proto};
+use baton_cluster::{ClusterError, EmbeddedRegistry, MAX_TEXT, Member, Registry, connect, member_to_proto};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_runtime::tls::{Authority, Issued, TlsMode, TlsRole};
 use baton_runtime::{Shutdown, Tls, TlsConfig};
-use etcd_client::{Client, EventType, PutOptions, WatchStream};
+use etcd_client::{Client, EventType, PutOptions, Txn, TxnOp, WatchStream};
 use tokio::sync::oneshot;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::Code;
@@ -106,7 +107,7 @@ async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
         etcd.put(format!("{prefix}{:016x}", 5), good, Some(PutOptions::new())).await.unwrap();
         let view = until(&mut views, |v| v.members.len() > 1).await;
         assert_eq!(view.members, [member(1), member(5)]);
-        // A deleted key and a revoked lease come back with the next renewal. The test reads etcd's own events, because a
+        // A deleted key comes back when it is looked at, a revoked lease with the next renewal. The test reads etcd's own events, because a
         // quick renewal could hide the gap from a view.
         let key = format!("{prefix}{:016x}", 1);
         let mut events = etcd.watch(key.clone(), None).await.unwrap();
@@ -116,6 +117,96 @@ async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
         etcd.lease_revoke(lease).await.unwrap();
         comes_back(&mut events).await;
         until(&mut views, |v| v.members == [member(1), member(5)]).await;
+    })
+    .await;
+}
+
+/// A member is renewed by messages on one stream, and etcd writes nothing for that.
+#[tokio::test]
+async fn renewals_go_over_one_stream_and_write_nothing() {
+    within(async {
+        let backing = Etcd::start();
+        // Renewed every second.
+        let ttl = Duration::from_secs(3);
+        let _lease = registry(&backing).await.register(member(1), ttl).await.unwrap();
+        let counts = || {
+            let page = metrics(&backing.endpoint());
+            let renewals = sum(&page, "etcd_debugging_lease_renewed_total", "");
+            let streams = sum(&page, "grpc_server_started_total", "grpc_method=\"LeaseKeepAlive\"");
+            (renewals, streams, sum(&page, "etcd_server_proposals_committed_total", ""))
+        };
+        let (renewed, _, written) = counts();
+        let (renewed, streams, now) = loop {
+            let now = counts();
+            if now.0 >= renewed + 7.0 {
+                break now;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        };
+        // etcd itself may write its version shortly after its start.
+        assert!(
+            streams == 1.0 && now - written < 3.0,
+            "{renewed} renewals: {streams} streams, {} writes",
+            now - written
+        );
+    })
+    .await;
+}
+
+/// The end of the stream tells a member that is renewed every ten seconds only, long before the next renewal is due.
+#[tokio::test]
+async fn a_member_with_a_long_ttl_is_back_soon_after_etcd_has_lost_everything() {
+    within(async {
+        let mut backing = Etcd::start();
+        let long = Duration::from_secs(600);
+        let _lease = registry(&backing).await.register(member(1), long).await.unwrap();
+        backing.wipe();
+        backing.restart();
+        let began = Instant::now();
+        until(&mut registry(&backing).await.watch(), |v| v.members == [member(1)]).await;
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    })
+    .await;
+}
+
+/// What etcd says of itself.
+fn metrics(endpoint: &str) -> String {
+    let mut stream = std::net::TcpStream::connect(endpoint).unwrap();
+    write!(stream, "GET /metrics HTTP/1.0\r\n\r\n").unwrap();
+    let mut page = String::new();
+    stream.read_to_string(&mut page).unwrap();
+    page
+}
+
+/// Sum of a metric's series with these labels.
+fn sum(page: &str, metric: &str, labels: &str) -> f64 {
+    let of = |line: &&str| {
+        line.strip_prefix(metric).is_some_and(|rest| rest.starts_with(['{', ' ']) && rest.contains(labels))
+    };
+    let values = page.lines().filter(of).map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
+    values.sum()
+}
+
+/// More members than one answer of etcd may have bytes: a list comes in pages of one revision.
+#[tokio::test]
+async fn a_list_that_no_message_holds_comes_in_pages() {
+    within(async {
+        let backing = Etcd::start();
+        let mut etcd = Client::connect([backing.endpoint()], None).await.unwrap();
+        let all: Vec<Member> = (1..=12_000).map(|id| Member { model: "m".repeat(MAX_TEXT), ..member(id) }).collect();
+        // As many operations as etcd takes at once.
+        for some in all.chunks(128) {
+            let put = |member: &Member| {
+                let key = format!("/baton/conformance/members/{:016x}", member.id.0);
+                TxnOp::put(key, serde_json::to_vec(member).unwrap(), None)
+            };
+            etcd.txn(Txn::new().and_then(some.iter().map(put).collect::<Vec<_>>())).await.unwrap();
+        }
+        let mut views = registry(&backing).await.watch();
+        assert_eq!(until(&mut views, |v| !v.stale).await.members, all, "all of them, and at once");
+        // What comes after the list is seen too.
+        let _one = registry(&backing).await.register(member(20_000), TTL).await.unwrap();
+        until(&mut views, |v| v.members.len() == all.len() + 1).await;
     })
     .await;
 }

@@ -12,6 +12,8 @@
 
 use std::time::{Duration, Instant};
 
+use baton_types::OpenedBy;
+
 use super::done::TransferStats;
 use super::meter::Meter;
 use crate::error::TransferError;
@@ -48,6 +50,8 @@ pub struct PathReport {
     pub bytes_per_second: Option<f64>,
     /// Why it is not in use; None when it is.
     pub unused: Option<String>,
+    /// What the peer's pool in a device's memory was opened by, in the open session.
+    pub opened_by: Option<OpenedBy>,
 }
 
 /// One transport to one decode worker.
@@ -99,6 +103,8 @@ pub struct Paths {
     compares: bool,
     /// Transport of the open session, and its number of connections.
     in_use: Option<(TransportKind, usize)>,
+    /// What the open session has opened the worker's pool by, if that is in a device's memory.
+    opened_by: Option<OpenedBy>,
     /// The worker does not know yet that a session which may have mapped its pool has ended.
     untold: bool,
 }
@@ -118,7 +124,7 @@ impl Paths {
             last_failure: None,
             corrupted: 0,
         };
-        Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None, untold: false }
+        Paths { paths: paths.into_iter().map(path).collect(), compares, in_use: None, opened_by: None, untold: false }
     }
 
     /// The transports to try, best first. Paused ones come last, the one whose pause ends first before the others: better than nothing.
@@ -151,8 +157,13 @@ impl Paths {
 
     /// A session has begun. The worker takes that as the end of all sessions before it.
     pub fn begun(&mut self, transport: TransportKind, connections: usize) {
-        self.in_use = Some((transport, connections));
+        (self.in_use, self.opened_by) = (Some((transport, connections)), None);
         self.untold = false;
+    }
+
+    /// The session has opened the worker's pool in a device's memory.
+    pub fn opened(&mut self, by: OpenedBy) {
+        self.opened_by = Some(by);
     }
 
     /// The session has ended, and has unmapped the worker's pool. `near`: it ran over a unix socket, so the worker waits until it is told
@@ -262,6 +273,7 @@ impl Paths {
             failures: path.failures,
             bytes_per_second: path.rate(),
             unused: (!self.is_over(path.transport)).then(|| self.unused(path, now)),
+            opened_by: self.opened_by.filter(|_| self.is_over(path.transport)),
         };
         self.paths.iter().map(report).collect()
     }
@@ -290,7 +302,7 @@ impl Paths {
 
 #[cfg(test)]
 mod tests {
-    use TransportKind::{Shm, Tcp, Ucx};
+    use TransportKind::{CudaIpc, Shm, Tcp, Ucx};
     use baton_types::{BlockId, Epoch, WorkerId};
 
     use super::*;
@@ -312,6 +324,20 @@ mod tests {
         paths.over(true);
         paths.told();
         assert!(!paths.is_untold());
+    }
+
+    #[test]
+    fn what_a_pool_was_opened_by_is_told_of_the_open_session_alone() {
+        let (mut paths, t) = (Paths::new([(CudaIpc, None), (Tcp, None)], true), Instant::now());
+        let told = |paths: &Paths| paths.report(t).iter().map(|path| path.opened_by).collect::<Vec<_>>();
+        paths.begun(CudaIpc, 1);
+        assert_eq!(told(&paths), [None, None], "not yet");
+        paths.opened(OpenedBy::Legacy);
+        assert_eq!(told(&paths), [Some(OpenedBy::Legacy), None]);
+        paths.over(true);
+        assert_eq!(told(&paths), [None, None]);
+        paths.begun(Tcp, 1);
+        assert_eq!(told(&paths), [None, None], "it says nothing of the session before");
     }
 
     /// Carries as many handoffs as a measurement needs.

@@ -48,7 +48,12 @@ impl Links {
         byte * f64::from(self.token_bytes)
     }
 
-    /// The same where none was measured: at a nominal rate. None: the worker does not say how large its KV is.
+    /// Whether KV goes to this worker over a session that is open. Workers tell the rates of open sessions only.
+    pub fn is_open(&self, to: WorkerId) -> bool {
+        self.rates.binary_search_by_key(&to, |(worker, _)| *worker).is_ok()
+    }
+
+    /// As [`Links::token`], but where none was measured at a nominal rate. None: the worker does not say how large its KV is.
     pub fn travels(&self, to: WorkerId) -> Option<f64> {
         let nominal = f64::from(self.token_bytes) / UNKNOWN;
         (self.token_bytes > 0).then(|| if self.rates.is_empty() { nominal } else { self.token(to) })
@@ -66,6 +71,7 @@ mod tests {
         let links = Links::new(1000, [(id(2), 1e6), (id(1), 5e5)].into_iter().chain(odd));
         assert_eq!([1, 2, 7].map(|to| links.token(id(to))), [0.002, 0.001, 0.0015]);
         assert_eq!((links.travels(id(1)), Links::new(1000, [].into_iter()).travels(id(1))), (Some(0.002), Some(1e-6)));
+        assert_eq!([1, 2, 7].map(|to| links.is_open(id(to))), [true, true, false]);
         assert_eq!(Links::default().travels(id(1)), None);
         let load = |seconds| Links::NONE.with_load(seconds).load();
         assert_eq!([0.5, 0.0, -1.0, f64::NAN, f64::INFINITY].map(load), [Some(0.5), None, None, None, None]);

@@ -61,7 +61,8 @@ impl Placement for Predicted {
         let decodes = eligible.decode()?.into_iter().map(outlook);
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
         let turn = |decode: &Outlook| mix(Placed { decode: decode.worker.id, prefill: None }, request.turn);
-        decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, turn(decode)));
+        let opens = |decode: &Outlook| !prefills.iter().any(|prefill| prefill.worker.links.is_open(decode.worker.id));
+        decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, opens(decode), turn(decode)));
         let mut options = Vec::with_capacity(prefills.len() * DECODES + decodes.len());
         let mut paired = 0;
         for (answer, decode) in &decodes {
@@ -92,8 +93,9 @@ struct Weighed {
     placed: Placed,
     terms: Terms,
     sum: f64,
-    /// Of options that are alike: tokens of the prompt that the workers lack, and requests of this router at the one that computes them.
-    rank: (u32, u32),
+    /// Of options that are alike: tokens of the prompt that the workers lack, whether they have to open a session first, and requests of this
+    /// router at the one that computes them.
+    rank: (u32, bool, u32),
     fetch: Option<Fetch>,
     load: Option<Load>,
 }
@@ -108,7 +110,8 @@ impl Weighed {
     ) -> Weighed {
         let placed = Placed { decode: decode.worker.id, prefill: prefill.map(|prefill| prefill.worker.id) };
         let computes = prefill.unwrap_or(decode);
-        let rank = (missing, computes.worker.in_flight);
+        let opens = prefill.is_some_and(|prefill| !prefill.worker.links.is_open(decode.worker.id));
+        let rank = (missing, opens, computes.worker.in_flight);
         Weighed {
             placed,
             sum: terms.sum(),
@@ -120,8 +123,9 @@ impl Weighed {
     }
 }
 
-/// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt,
-/// then the one whose worker has fewer requests of this router, then each in turn.
+/// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt, then one that
+/// needs no new session between its workers, then the one whose worker has fewer requests of this router, then each in turn. So idle workers
+/// do not all come to have sessions with each other, each of which takes a thread at both ends.
 fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
     let meets = |option: &&Weighed| request.slo.missed(&option.terms).is_none();
     let by_sum = |a: &&Weighed, b: &&Weighed| a.sum.total_cmp(&b.sum);

@@ -382,7 +382,29 @@ fn kv_takes_the_link_that_is_fast_enough() {
     };
     assert_eq!(decodes(&rates([5e7, 1e9, 5e7])), BTreeSet::from([12]));
     assert_eq!(decodes(&rates([1e9; 3])), BTreeSet::from([11, 12, 13]), "the handoff is hidden by what is computed");
-    assert_eq!(decodes(&Links::new(1 << 17, [(WorkerId(11), 5e7)].into_iter())).len(), 3, "others may be as slow");
+    // 11 is slow, and so may be the others: no reason to open a session.
+    assert_eq!(decodes(&Links::new(1 << 17, [(WorkerId(11), 5e7)].into_iter())), BTreeSet::from([11]));
+}
+
+/// A pair that has a session is taken among pairs that are alike, also where there are more decode workers than are tried; and not where
+/// another pair is faster by more than nothing.
+#[test]
+fn of_pairs_that_are_alike_the_one_with_an_open_session_is_taken() {
+    let open = Links::new(1 << 10, [(WorkerId(25), 1e9)].into_iter());
+    let mut view: Vec<_> = (1..4).map(|id| worker(id, Role::Prefill)).collect();
+    view.extend((11..40).map(|id| worker(id, Role::Decode)));
+    view.iter_mut().for_each(|worker| worker.load = load(StepWork::default()));
+    let place = |view: &[Candidate<'_>], turn| {
+        let placed = Predicted::new(0).place(view, &PlacementInput { turn, ..LONG }).unwrap().placed;
+        (placed.prefill.unwrap().0, placed.decode.0)
+    };
+    let spread: BTreeSet<_> = (0..50).map(|turn| place(&view, turn)).collect();
+    assert!(spread.len() > 20, "without sessions each has its turn: {spread:?}");
+    view[1].links = &open;
+    assert!((0..50).all(|turn| place(&view, turn) == (2, 25)));
+    // The prefill worker of that pair has a prompt to compute: seconds, not a session, decide.
+    view[1].load = load(StepWork::default().with_prompt(0, 2000));
+    assert!((0..50).all(|turn| place(&view, turn).0 != 2));
 }
 
 /// A wait of which nothing says when it ends is none for a deadline, reserved late or not.

@@ -6,7 +6,7 @@ use baton_engine::HOLE;
 use baton_engine::fake::tiny_layout;
 use baton_transfer::conformance::{Broken, memory_over};
 use baton_transfer::{DeviceError, DeviceQueue, JobDone, Moving, Pool, Segment};
-use baton_types::{BlockId, PoolGeometry, RequestId, Time};
+use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
 
 use super::*;
 
@@ -141,7 +141,7 @@ fn a_device_that_garbles_what_it_takes_is_noticed() {
 struct Garbles(Box<dyn DeviceQueue>);
 
 impl DeviceQueue for Garbles {
-    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
+    fn open(&mut self, handle: PoolHandle, bytes: usize) -> Result<OpenedBy, DeviceError> {
         self.0.open(handle, bytes)
     }
     fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {

@@ -5,7 +5,7 @@
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use baton_types::Registrable;
+use baton_types::{OpenedBy, PoolHandle, Registrable};
 
 use super::super::device::{Access, Address, Device, Event, HostCopies, Piece, Stream};
 use super::super::sharing::SharingDevice;
@@ -92,25 +92,30 @@ impl<D: SharingDevice> SharingDevice for Recorder<D> {
         Ok(at)
     }
 
-    fn export(&self, at: Address) -> Result<Vec<u8>, KernelError> {
+    fn export(&self, at: Address) -> Result<PoolHandle, KernelError> {
         let handle = self.inner.export(at)?;
         let mut state = self.state();
         state.log.push(Recorded::Export);
-        state.exports.insert(handle.clone(), at);
+        state.exports.insert(handle.bytes.clone(), at);
         Ok(handle)
     }
 
-    fn import(&self, handle: &[u8], bytes: usize) -> Result<Address, KernelError> {
-        let at = self.inner.import(handle, bytes)?;
+    fn exported_as(&self, at: Address) -> String {
+        self.inner.exported_as(at)
+    }
+
+    fn import(&self, handle: PoolHandle, bytes: usize) -> Result<(Address, OpenedBy), KernelError> {
+        let said = handle.bytes.clone();
+        let (at, by) = self.inner.import(handle, bytes)?;
         let mut state = self.state();
-        let exported = state.exports.get(handle).copied();
+        let exported = state.exports.get(&said).copied();
         match exported {
             // A driver gives the exporting process the memory's own address.
             Some(own) if own == at => state.log.push(Recorded::Import(bytes)),
             _ => state.note(Recorded::Import(bytes), at, bytes),
         }
         state.imports.insert(at, exported);
-        Ok(at)
+        Ok((at, by))
     }
 
     fn registrable(&self, at: Address) -> Result<Registrable, KernelError> {
@@ -166,9 +171,13 @@ mod tests {
         Arc::new(Recorder::new(Nowhere::default()))
     }
 
+    fn of_a_peer() -> PoolHandle {
+        PoolHandle { bytes: b"a peer's".to_vec(), descriptor: None }
+    }
+
     /// Imported memory of a peer, and a stream that copies into it.
     fn imported(device: &Arc<Recorder<Nowhere>>) -> (Imported<Recorder<Nowhere>>, Stream) {
-        (Imported::open(device, b"a peer's", 64).unwrap(), device.stream().unwrap())
+        (Imported::open(device, of_a_peer(), 64).unwrap().0, device.stream().unwrap())
     }
 
     #[test]
@@ -205,7 +214,7 @@ mod tests {
         let device = recorder();
         let at = device.allocate_shared(64).unwrap();
         let handle = device.export(at).unwrap();
-        let peer = Imported::open(&device, &handle, 64).unwrap();
+        let (peer, _) = Imported::open(&device, handle, 64).unwrap();
         device.free(at);
         assert!(device.problems()[0].contains("freed while it is imported"), "{:?}", device.problems());
         drop(peer);

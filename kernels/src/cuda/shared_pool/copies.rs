@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use baton_types::{DEVICE_JOBS, DeviceError, DeviceQueue, JobDone, Moving, Staged};
+use baton_types::{DEVICE_JOBS, DeviceError, DeviceQueue, JobDone, Moving, OpenedBy, PoolHandle, Staged};
 use rustix::event::EventfdFlags;
 
 use super::super::device::{Access, Address, Device, Event, Piece};
@@ -181,9 +181,10 @@ impl<D: SharingDevice> CopyQueue<D> {
 }
 
 impl<D: SharingDevice> DeviceQueue for CopyQueue<D> {
-    fn open(&mut self, handle: &[u8], bytes: usize) -> Result<(), DeviceError> {
-        self.peer = Some(Imported::open(&self.pool.device, handle, bytes)?);
-        Ok(())
+    fn open(&mut self, handle: PoolHandle, bytes: usize) -> Result<OpenedBy, DeviceError> {
+        let (peer, by) = Imported::open(&self.pool.device, handle, bytes)?;
+        self.peer = Some(peer);
+        Ok(by)
     }
 
     fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
