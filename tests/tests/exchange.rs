@@ -235,3 +235,42 @@ fn a_hot_prefix_spreads_instead_of_being_computed_again() -> anyhow::Result<()> 
     cluster.wait_idle()?;
     cluster.stop()
 }
+
+/// What a worker has only in its store below the pool, it loads and serves (I1, I6).
+#[test]
+fn a_prefix_comes_from_another_workers_store() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let bytes = |blocks: u64| anyhow::Ok(format!("{}B", blocks * models::block_bytes(model.path())?));
+    // A pool for two prompts, and host memory for all.
+    let args = ["--kv-memory".to_owned(), bytes(50)?, "--kv-host".to_owned(), bytes(600)?].to_vec();
+    let cluster = Cluster::start(ClusterOptions { aggregated: true, args, ..ClusterOptions::new(model.path()) })?;
+    let tokens = prompt(PROMPT, 1);
+    let (want, _) = ask(&cluster, &tokens, "")?;
+    for other in 2..7 {
+        cluster.wait_idle()?;
+        ask(&cluster, &prompt(PROMPT, other), "")?;
+    }
+    cluster.wait_idle()?;
+    let old = cluster.wait_for_worker(Role::Decode, |_| true)?.member;
+    binary::output(&["scale", "--decode", "2", "--wait", "--registry", cluster.registry()])?;
+    let new = cluster.wait_for_worker(Role::Decode, |worker| worker.member.id != old.id)?.member;
+    let moves = cluster.block_on(moved(&old, &new, &tokens, ""))?;
+    ensure!(moves == MOVES, "{moves} tokens moved");
+    let metric = |id, name: &str| {
+        let worker = cluster.wait_for_worker(Role::Decode, |worker| worker.member.id == id)?;
+        anyhow::Ok(worker.metrics()?.sum(name, ""))
+    };
+    ensure!(metric(old.id, "baton_kv_loaded_tokens_total")? == f64::from(MOVES), "it was only in the store");
+    cluster.signal(cluster.wait_for_worker(Role::Decode, |worker| worker.member.id == old.id)?.pid, Signal::KILL)?;
+    let computed = metric(new.id, "baton_prefill_tokens_total")?;
+    let (got, cached) = ask(&cluster, &tokens, "")?;
+    ensure!(
+        got.ids == want.ids && cached >= MOVES,
+        "I1: {:?} instead of {:?}, {cached} tokens cached",
+        got.ids,
+        want.ids
+    );
+    ensure!(computed == 0.0, "{computed} tokens computed before");
+    cluster.wait_idle_workers(1)?;
+    cluster.stop()
+}

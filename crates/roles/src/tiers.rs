@@ -5,8 +5,8 @@
 //! | load | blocks that the store's thread writes to | they are written and verified, or the store says that they are not |
 //! | save | blocks that the store's thread reads | the store says that it has read them |
 //!
-//! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]). If that fails, or takes too long, the prompt is
-//! computed. What an ended sequence leaves in the prefix cache is saved, block by block, as far as the store lacks it.
+//! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]), and so does another worker that is to be served
+//! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by block, as far as the store lacks it.
 
 use std::collections::BTreeMap;
 
@@ -82,6 +82,20 @@ impl Tiers {
     /// Whether an event of the engine is about one of its sequences.
     pub fn owns(&self, seq: SeqId) -> bool {
         self.open.contains_key(&seq)
+    }
+
+    /// The load that brings a prefix, if one does.
+    pub fn brings(&self, prefix: &Prefix, block_size: u32) -> Option<SeqId> {
+        let wanted = &prefix.tokens[..prefix.moves(block_size) as usize];
+        let brings = |part: &Part| match part {
+            Part::Load(load, _) => {
+                load.prefix.root == prefix.prefix.root
+                    && load.moves(block_size) as usize >= wanted.len()
+                    && load.tokens.starts_with(wanted)
+            }
+            Part::Save => false,
+        };
+        self.open.iter().find(|(_, part)| brings(part)).map(|(seq, _)| *seq)
     }
 
     /// `computes`: how long the tokens from one position to another take to compute, in seconds; 0 where that is not known.

@@ -13,7 +13,7 @@ use baton_handoff::TransferError;
 use baton_latency::{Backlog, StepModel, StepWork};
 use baton_types::{KvLayout, SeqId, TokenOut};
 
-use crate::exchange::{self, Exchange};
+use crate::exchange::{self, Exchange, MOST_EXCHANGES};
 use crate::launch::{Outgoing, StepLaunch};
 use crate::load::{Load, Recent, backlog, work};
 use crate::rate::PrefillRate;
@@ -141,6 +141,8 @@ pub struct WorkerCore<R: RoleCore> {
     role: R,
     exchange: Exchange,
     tiers: Tiers,
+    /// Prefixes to serve once these loads have brought them.
+    loading: Vec<(SeqId, exchange::Command)>,
     layout: Arc<KvLayout>,
     /// Most steps in flight.
     depth: usize,
@@ -171,6 +173,7 @@ impl<R: RoleCore> WorkerCore<R> {
             role,
             exchange: Exchange::new(lease),
             tiers: Tiers::default(),
+            loading: Vec::new(),
             layout,
             depth: if overlaps { 2 } else { 1 },
             in_flight: VecDeque::new(),
@@ -211,8 +214,11 @@ impl<R: RoleCore> WorkerCore<R> {
                 self.deliver(out);
             }
             Input::Exchange(command) => {
-                let WorkerCore { engine, exchange, layout, events, exchange_effects, draining, .. } = self;
-                exchange.command(Desk { engine, events, draining: *draining }, layout, command, exchange_effects);
+                if let Some(load) = self.load_before(&command) {
+                    self.loading.push((load, command));
+                    return;
+                }
+                self.exchange_command(command);
                 self.deliver(out);
             }
             Input::Tiers(command) => {
@@ -238,6 +244,25 @@ impl<R: RoleCore> WorkerCore<R> {
             }
             Input::Collected { outcome, lost } => self.collected(outcome, lost, now, out),
         }
+    }
+
+    fn exchange_command(&mut self, command: exchange::Command) {
+        let WorkerCore { engine, exchange, layout, events, exchange_effects, draining, .. } = self;
+        exchange.command(Desk { engine, events, draining: *draining }, layout, command, exchange_effects);
+    }
+
+    /// The load that has to end before a prefix can be served, if not too many wait already (I5).
+    fn load_before(&self, command: &exchange::Command) -> Option<SeqId> {
+        let exchange::Command::Serve { prefix, .. } = command else { return None };
+        let load = self.tiers.brings(prefix, self.engine.block_size())?;
+        (self.loading.len() < MOST_EXCHANGES).then_some(load)
+    }
+
+    /// Serves what waited for loads that have ended, however they ended.
+    fn go_on_serving(&mut self) {
+        let tiers = &self.tiers;
+        let ended: Vec<_> = self.loading.extract_if(.., |(load, _)| !tiers.owns(*load)).collect();
+        ended.into_iter().for_each(|(_, command)| self.exchange_command(command));
     }
 
     /// Passes to `compute` the batch of the step in flight with this number. `None` when there is no such step.
@@ -394,6 +419,7 @@ impl<R: RoleCore> WorkerCore<R> {
                 self.role.event(&mut self.engine, event, &mut self.role_effects);
             }
         }
+        self.go_on_serving();
         out.extend(self.tier_effects.drain(..).map(Effect::Tiers));
         out.extend(self.exchange_effects.drain(..).map(Effect::Exchange));
         out.extend(self.role_effects.drain(..).map(Effect::Role));

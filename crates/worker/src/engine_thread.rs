@@ -238,11 +238,8 @@ impl<S: Shell> Thread<S> {
             let next = if wait { self.inbox.recv_timeout(IDLE_TICK).ok() } else { self.inbox.try_recv().ok() };
             let Some(message) = next else { return };
             wait = false;
-            // A prompt whose prefix is loaded comes after it, and waits for it.
-            let brings = if let Message::Command(command) = &message { S::brings(command) } else { None };
-            if let (Some(tiers), Some(new)) = (&self.tiers, brings)
-                && let Some(load) = tiers.sees(new)
-            {
+            // What needs a prefix that is loaded comes after the load, and waits for it.
+            if let Some(load) = self.tiers.as_ref().and_then(|tiers| load_for::<S>(tiers, &message)) {
                 self.feed(Input::Tiers(load));
             }
             if let Some(input) = self.input(message) {
@@ -337,6 +334,15 @@ impl<S: Shell> Thread<S> {
 /// The error for a step the core does not have: a defect, because the core asks only for steps in flight.
 fn unplanned(step: u64) -> RunError {
     RunError(format!("step {step} is not in flight"))
+}
+
+/// What to load before a message's prompt, or before the prefix that another worker is to be served.
+fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Option<baton_roles::tiers::Command> {
+    match message {
+        Message::Command(command) => tiers.sees(S::brings(command)?),
+        Message::Exchange(exchange::Message::Serve { prefix, .. }) => tiers.sees_prefix(prefix),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

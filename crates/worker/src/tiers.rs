@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockName, Exchange as Prefix, NewSequence};
+use baton_engine::{BlockName, Exchange as Prefix, NewSequence, Prefix as CacheKey};
 use baton_kv_store::{DiskConfig, Identity, Shape, StoreConfig, Tier};
 use baton_roles::tiers::{Command, Effect, Move};
 use baton_runtime::metrics as names;
 use baton_store::{KvStore, Settings};
-use baton_types::{KvLayout, SeqId};
+use baton_types::{KvLayout, RequestId, SeqId};
 use copier::{Copier, Memory};
 use metrics::{counter, gauge};
 
@@ -150,11 +150,20 @@ impl TiersShell {
     /// What to load for a prompt that comes next.
     pub fn sees(&self, new: &NewSequence) -> Option<Command> {
         let prefix = new.prefix.filter(|_| new.params.prompt_logprobs.is_none())?;
+        self.load(&new.request_id, prefix, &new.tokens)
+    }
+
+    /// What to load for a prefix that is to be served to another worker next.
+    pub fn sees_prefix(&self, wanted: &Prefix) -> Option<Command> {
+        self.load(&wanted.request_id, wanted.prefix, &wanted.tokens)
+    }
+
+    fn load(&self, request_id: &RequestId, prefix: CacheKey, tokens: &[u32]) -> Option<Command> {
         let size = self.store.shape().block_size();
-        let names: Vec<BlockName> = prefix.root.chain(&new.tokens, size).collect();
+        let names: Vec<BlockName> = prefix.root.chain(tokens, size).collect();
         let held = self.store.held_groups(&names);
         self.store.seen(names);
-        let most = held.len().min((new.tokens.len().saturating_sub(1)) / size as usize);
+        let most = held.len().min(tokens.len().saturating_sub(1) / size as usize);
         let blocks = usable(&self.layout, &held[..most]);
         if (blocks as u32) * size < LEAST {
             return None;
@@ -162,9 +171,9 @@ impl TiersShell {
         let nanos = |(tier, _): &(Tier, u32)| f64::from_bits(self.pace[place(*tier)].load(Ordering::Relaxed));
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
         let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
-        let tokens = new.tokens[..blocks * size as usize + 1].to_vec();
+        let tokens = tokens[..blocks * size as usize + 1].to_vec();
         let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
-        let prefix = Prefix { request_id: new.request_id.clone(), tokens, prefix, deadline };
+        let prefix = Prefix { request_id: request_id.clone(), tokens, prefix, deadline };
         Some(Command::Load { prefix: Box::new(prefix), seconds })
     }
 

@@ -3,6 +3,7 @@
 use baton_latency::Backlog;
 
 use super::{Candidate, Fetch, PlacementInput};
+use crate::kv_index::Holder;
 
 /// Fewest tokens that are fetched: for less, two workers need not be asked.
 const LEAST: u32 = 128;
@@ -16,19 +17,32 @@ pub(super) struct Source<'a> {
     worker: &'a Candidate<'a>,
     /// Leading tokens that it holds, whole blocks, and not the last token of the prompt.
     tokens: u32,
+    /// How long it takes to load what of these is only in its own store, in seconds.
+    loads: f64,
 }
 
 impl<'a> Source<'a> {
-    /// The first of those that hold most, as they say, that gives prefixes to others.
+    /// The first of those that hold most, as they say, that gives prefixes to others. One that has the prefix only in its own store loads it
+    /// first; it is asked where that is worth a fetch.
     pub fn of(view: &'a [Candidate<'a>], request: &PlacementInput<'_>) -> Option<Source<'a>> {
         let size = request.block_size.max(1);
         let most = request.tokens.saturating_sub(1) / size * size;
         let gives =
             |worker: &&Candidate<'_>| worker.exchanges != 0 && !worker.draining && !request.avoid.contains(&worker.id);
-        request.held.by.iter().find_map(|holder| {
+        let of = |holder: &Holder| {
             let worker = view.iter().filter(gives).find(|worker| worker.id == holder.worker)?;
-            Some(Source { worker, tokens: holder.blocks.saturating_mul(size).min(most) })
-        })
+            Some(Source { worker, tokens: holder.blocks.saturating_mul(size).min(most), loads: 0.0 })
+        };
+        let pool = request.held.by.iter().find_map(of);
+        let stored = request.held.stored.iter().find_map(|holder| {
+            let source = of(holder)?;
+            let lacks = source.tokens.saturating_sub(request.cached(holder.worker));
+            Some(Source { loads: source.worker.links.load()? * f64::from(lacks), ..source })
+        });
+        match (pool, stored) {
+            (Some(pool), Some(stored)) if stored.tokens < pool.tokens.saturating_add(LEAST) => Some(pool),
+            (pool, stored) => stored.or(pool),
+        }
     }
 
     /// What a worker that holds `cached` tokens of the prompt fetches, if that is worth it.
@@ -43,10 +57,10 @@ impl<'a> Source<'a> {
         if to.id == self.worker.id || to.exchanges != self.worker.exchanges || lacks < LEAST {
             return None;
         }
-        let seconds = ASKING + self.worker.links.travels(to.id)? * f64::from(lacks);
+        let seconds = ASKING + self.loads + self.worker.links.travels(to.id)? * f64::from(lacks);
         let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
         let saves = prompt(cached) - prompt(self.tokens);
-        let Source { worker: &Candidate { id: from, .. }, tokens } = *self;
+        let Source { worker: &Candidate { id: from, .. }, tokens, .. } = *self;
         (saves > GAIN * seconds).then_some(Fetch { to: to.id, from, tokens, seconds })
     }
 }
@@ -58,7 +72,6 @@ mod tests {
     use baton_types::WorkerId;
 
     use super::*;
-    use crate::kv_index::Holder;
     use crate::placement::{Chosen, Delays, Held, Links, Placement, Predicted, Slo};
 
     /// What prompts of 4,000 tokens take: 0.8 seconds to compute.
@@ -161,6 +174,23 @@ mod tests {
         let ask = PlacementInput { held: Held { blocks: 250, by: &two, stored: &[] }, ..ASK };
         let second = fetch(|view| view[0].exchanges = 0, &ask).unwrap();
         assert_eq!((second.from, second.tokens), (WorkerId(11), 1600), "from the one that holds the next most");
+    }
+
+    #[test]
+    fn a_prefix_comes_from_another_workers_store_where_that_is_worth_it() {
+        let fetch = |seconds, pool: &[Holder]| {
+            let links = links().with_load(seconds);
+            let ask = PlacementInput { held: Held { blocks: 250, by: pool, stored: &HOLDERS }, ..ASK };
+            place(&view(&links, 40_000), &ask).fetch
+        };
+        let one = fetch(2e-5, &[]).unwrap();
+        assert_eq!((one.to, one.from, one.tokens), (WorkerId(2), WorkerId(1), 3200));
+        assert!((0.11..0.13).contains(&one.seconds), "64 ms to load, 52 to travel, and 5: {one:?}");
+        assert_eq!(fetch(2e-4, &[]), None, "0.64 s for what is computed in as long");
+        let half = fetch(2e-5, &[Holder { blocks: 100, ..HOLDERS[0] }]).unwrap();
+        assert!((0.08..0.1).contains(&half.seconds), "half of it is in the pool: {half:?}");
+        let elsewhere = Holder { worker: WorkerId(11), blocks: 195 };
+        assert_eq!(fetch(2e-5, &[elsewhere]).unwrap().from, WorkerId(11), "nearly as much in a pool");
     }
 
     /// The last token of a prompt is computed in any case.

@@ -4,6 +4,8 @@ use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
 use baton_types::RequestId;
 
 use super::rig::{BLOCK, LEASE, Rig, VOCAB, engine, geometry, request};
+use crate::exchange::{self, MOST_EXCHANGES};
+use crate::prefill::Target;
 use crate::tiers::{Command, Effect, MOST, Move, Tiers};
 use crate::{Decode, Desk, Input, Ticket, decode};
 
@@ -188,4 +190,38 @@ fn nothing_is_loaded_while_the_worker_drains() {
     let mut rig = rig();
     rig.input(Input::Drain);
     assert_eq!(load(&mut rig), None);
+}
+
+/// Another worker that is to be served a prefix waits for it, too, and is told if it does not come.
+#[test]
+fn a_prefix_is_served_once_it_is_loaded() {
+    let serve = |rig: &mut Rig<Decode>| {
+        let target = Target { tokens: 2 * BLOCK, first: vec![0, 0] };
+        rig.input(Input::Exchange(exchange::Command::Serve { ticket: Ticket(8), prefix: prefix(), target }));
+        std::mem::take(&mut rig.exchanged)
+    };
+    let outcome = |effects: &[exchange::Effect]| match &effects[0] {
+        exchange::Effect::Accepted { outcome, .. } => outcome.is_ok(),
+        other => panic!("{other:?}"),
+    };
+    for whole in [true, false] {
+        let mut rig = rig();
+        let what = load(&mut rig).unwrap();
+        assert_eq!(serve(&mut rig), [], "it waits");
+        give(&mut rig, Command::Loaded(what.seq, whole));
+        let said = std::mem::take(&mut rig.exchanged);
+        assert_eq!((outcome(&said), said.len()), (whole, 1 + usize::from(whole)), "{said:?}");
+    }
+    // A load that takes too long is waited for no more.
+    let mut rig = rig();
+    load(&mut rig).unwrap();
+    assert_eq!(serve(&mut rig), []);
+    rig.now = Time(0).after_ms(500);
+    rig.input(Input::Turn);
+    assert!(!outcome(&std::mem::take(&mut rig.exchanged)));
+    // I5: as many wait as may be served, and more are told at once.
+    let mut rig = self::rig();
+    load(&mut rig).unwrap();
+    let waiting = (0..2 * MOST_EXCHANGES).filter(|_| serve(&mut rig).is_empty()).count();
+    assert_eq!(waiting, MOST_EXCHANGES);
 }
