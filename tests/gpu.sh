@@ -93,7 +93,8 @@ sanitized() {
 limit() {
     case $1 in
     engine | cluster | invariant | fp8 | sanitizer | races) echo 420 ;;
-    ipc | sharing | table) echo 60 ;;
+    ipc | table) echo 60 ;;
+    sharing) echo 120 ;;
     *) echo 240 ;;
     esac
 }

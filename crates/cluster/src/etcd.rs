@@ -25,8 +25,10 @@ use feed::EtcdFeed;
 use hold::EtcdHold;
 
 const CONNECT: Duration = Duration::from_secs(2);
-/// Interval and timeout of pings. A server that vanished without closing is noticed after two of these.
-const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// Interval of pings, and how long an answer may take. A server that vanished without closing is noticed after both. Members notice it
+/// sooner, by a renewal without an answer.
+const PING: Duration = Duration::from_secs(10);
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A client of etcd.
 pub struct EtcdRegistry {
@@ -75,7 +77,7 @@ impl EtcdRegistry {
 async fn connect(endpoints: &[String], tls: Option<&ClientTls>) -> Result<Client, Error> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(CONNECT)
-        .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+        .with_keep_alive(PING, PING_TIMEOUT)
         .with_keep_alive_while_idle(true)
         // A server cut off from its quorum ends its watches instead of staying silent.
         .with_require_leader(true);
@@ -115,6 +117,12 @@ impl Etcd {
     async fn switch(&mut self) -> bool {
         let Some(tls) = self.tls.as_ref().filter(|tls| tls.own.is_permissive()) else { return false };
         self.take_up(ClientTls { plain: !tls.plain, ..tls.clone() }).await.is_ok()
+    }
+
+    /// Replaces the client by one with connections of its own.
+    async fn reconnect(&mut self) -> Result<(), Error> {
+        self.client = connect(&self.endpoints, self.tls.as_ref()).await?;
+        Ok(())
     }
 
     /// Replaces the client by one that uses these certificates.

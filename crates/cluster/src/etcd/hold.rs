@@ -23,6 +23,8 @@ pub(super) struct EtcdHold {
     ttl: Duration,
     /// Renewals since the key was last written or looked at.
     unseen: u32,
+    /// The last try was given up without an answer.
+    unanswered: bool,
 }
 
 /// A lease in etcd.
@@ -40,10 +42,17 @@ impl Hold for EtcdHold {
     }
 
     async fn renew(&mut self, member: &Member, changed: bool) -> Result<(), ClusterError> {
+        // Until there is an answer: the caller drops a try that takes too long.
+        if std::mem::replace(&mut self.unanswered, true) {
+            // A connection to a server that vanished without closing it would take in every later try, too.
+            self.lease.iter_mut().for_each(|lease| lease.renewals = None);
+            self.etcd.reconnect().await.map_err(|e| self.etcd.error(&e))?;
+        }
         let mut renewed = self.try_renew(member, changed).await;
         if renewed.is_err() && self.etcd.switch().await {
             renewed = self.try_renew(member, changed).await;
         }
+        self.unanswered = false;
         renewed.map_err(|e| self.etcd.error(&e))
     }
 
@@ -68,7 +77,7 @@ impl Hold for EtcdHold {
 impl EtcdHold {
     /// A hold of a member that is not registered yet.
     pub(super) fn new(etcd: Etcd, ttl: Duration) -> EtcdHold {
-        EtcdHold { etcd, lease: None, ttl, unseen: 0 }
+        EtcdHold { etcd, lease: None, ttl, unseen: 0, unanswered: false }
     }
 
     async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
