@@ -172,7 +172,7 @@ impl<H: Hold> Keeper<H> {
     }
 
     fn cut_off(&self) -> ClusterError {
-        let problem = "it has ended the connection".to_owned();
+        let problem = "it has ended the connection, or lost the member".to_owned();
         ClusterError::Unavailable { registry: self.hold.address().to_owned(), problem }
     }
 

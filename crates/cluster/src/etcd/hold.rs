@@ -1,13 +1,16 @@
 //! Keeps one member's key in etcd.
 //!
 //! A renewal is one message on a stream of the member's own, and one answer. etcd's leader notes it in memory: no transaction, nothing
-//! written, no entry in its log. The stream's end tells that etcd is gone, so that a member with a long ttl need not ask often. Now and then
-//! the member looks whether its key is still there, from any replica's own state: somebody may have deleted the key while the lease lived.
+//! written, no entry in its log. The stream's end tells that etcd is gone, so that a member with a long ttl need not ask often. Somebody may
+//! delete the key while the lease lives: the member watches its own key, and puts it back at once. Now and then it also looks whether the key is
+//! there, from any replica's own state.
 
 use std::time::Duration;
 
 use baton_membership::Member;
-use etcd_client::{Error, GetOptions, LeaseKeepAliveStream, LeaseKeeper, PutOptions};
+use etcd_client::{
+    Error, GetOptions, LeaseKeepAliveStream, LeaseKeeper, PutOptions, WatchFilterType, WatchOptions, WatchStream,
+};
 use tonic::Code;
 
 use super::Etcd;
@@ -23,6 +26,8 @@ pub(super) struct EtcdHold {
     ttl: Duration,
     /// Renewals since the key was last written or looked at.
     unseen: u32,
+    /// Tells when the key is deleted.
+    deletions: Option<WatchStream>,
     /// The last try was given up without an answer.
     unanswered: bool,
 }
@@ -45,7 +50,7 @@ impl Hold for EtcdHold {
         // Until there is an answer: the caller drops a try that takes too long.
         if std::mem::replace(&mut self.unanswered, true) {
             // A connection to a server that vanished without closing it would take in every later try, too.
-            self.lease.iter_mut().for_each(|lease| lease.renewals = None);
+            self.forget_streams();
             self.etcd.reconnect().await.map_err(|e| self.etcd.error(&e))?;
         }
         let mut renewed = self.try_renew(member, changed).await;
@@ -59,9 +64,17 @@ impl Hold for EtcdHold {
     async fn lost(&mut self) {
         let Some(lease) = &mut self.lease else { return std::future::pending().await };
         let Some((_, answers)) = &mut lease.renewals else { return std::future::pending().await };
-        // Nothing was asked, so nothing but the stream's end can come.
-        let _ = answers.message().await;
-        lease.renewals = None;
+        tokio::select! {
+            // Nothing was asked, so nothing but the stream's end can come.
+            _ = answers.message() => lease.renewals = None,
+            watched = deleted(&mut self.deletions) => {
+                self.unseen = LOOKS;
+                // A stream that has ended is opened with the next renewal.
+                if !watched {
+                    self.deletions = None;
+                }
+            }
+        }
     }
 
     async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
@@ -77,13 +90,19 @@ impl Hold for EtcdHold {
 impl EtcdHold {
     /// A hold of a member that is not registered yet.
     pub(super) fn new(etcd: Etcd, ttl: Duration) -> EtcdHold {
-        EtcdHold { etcd, lease: None, ttl, unseen: 0, unanswered: false }
+        EtcdHold { etcd, lease: None, ttl, unseen: 0, deletions: None, unanswered: false }
     }
 
     async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
         if self.etcd.refresh().await? {
-            // The stream belongs to the client before.
-            self.lease.iter_mut().for_each(|lease| lease.renewals = None);
+            // The streams belong to the client before.
+            self.forget_streams();
+        }
+        if self.deletions.is_none() {
+            let options = WatchOptions::new().with_filters([WatchFilterType::NoPut]);
+            self.deletions = Some(self.etcd.client.watch(self.etcd.key(member.id), Some(options)).await?);
+            // What was deleted before is seen by looking.
+            self.unseen = LOOKS;
         }
         let (lease, fresh) = match self.living_lease().await? {
             Some(lease) => (lease, false),
@@ -96,6 +115,11 @@ impl EtcdHold {
             self.unseen = 0;
         }
         Ok(())
+    }
+
+    fn forget_streams(&mut self) {
+        self.lease.iter_mut().for_each(|lease| lease.renewals = None);
+        self.deletions = None;
     }
 
     /// Whether the key is there, as far as was looked.
@@ -152,6 +176,19 @@ impl EtcdHold {
         let renewals = self.etcd.client.lease_keep_alive(id).await?;
         self.lease = Some(Lease { id, renewals: Some(renewals) });
         Ok(id)
+    }
+}
+
+/// Waits until the watched key is deleted; false: the stream has ended.
+async fn deleted(deletions: &mut Option<WatchStream>) -> bool {
+    let Some(stream) = deletions else { return std::future::pending().await };
+    loop {
+        match stream.message().await {
+            Ok(Some(answer)) if answer.canceled() => return false,
+            Ok(Some(answer)) if answer.events().is_empty() => {}
+            Ok(Some(_)) => return true,
+            Ok(None) | Err(_) => return false,
+        }
     }
 }
 

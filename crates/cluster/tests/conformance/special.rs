@@ -116,7 +116,15 @@ async fn what_others_do_to_keys_in_etcd_hurts_nobody() {
         comes_back(&mut events).await;
         etcd.lease_revoke(lease).await.unwrap();
         comes_back(&mut events).await;
-        until(&mut views, |v| v.members == [member(1), member(5)]).await;
+        // Also where renewals are seldom: before routers forget the member (I7).
+        let _seldom = worker.register(member(2), Duration::from_secs(60)).await.unwrap();
+        let key = format!("{prefix}{:016x}", 2);
+        let mut events = etcd.watch(key.clone(), None).await.unwrap();
+        etcd.delete(key, None).await.unwrap();
+        tokio::time::timeout(Duration::from_secs(5), comes_back(&mut events)).await.expect("in time");
+        until(&mut views, |v| v.members.len() == 3).await;
+        drop(_seldom);
+        until(&mut views, |v| v.members.contains(&member(1)) && v.members.contains(&member(5))).await;
     })
     .await;
 }
