@@ -261,13 +261,13 @@ impl Workers {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let (pool, store) = (self.held.find(&ask.names, turn), self.stored.find(&ask.names, turn));
         let chosen = self.fleet().place(ask, Known { pool: &pool, store: &store }, Instant::now().into_std());
-        if let Ok(Chosen { placed, why: Some(_), .. }) = &chosen {
+        if let Ok(Chosen { placed, why: Some(_), load, .. }) = &chosen {
             let route = if placed.prefill.is_some() { "split" } else { "local" };
             let at = |holder: &Holder| holder.worker == placed.decode || Some(holder.worker) == placed.prefill;
-            let kv = match (pool.iter().any(at), store.iter().any(at)) {
-                (true, _) => "held",
-                (false, true) => "stored",
-                (false, false) => "none",
+            let kv = match load {
+                Some(_) => "stored",
+                None if pool.iter().any(at) => "held",
+                None => "none",
             };
             counter!(names::PLACEMENTS, "route" => route, "kv" => kv).increment(1);
         }

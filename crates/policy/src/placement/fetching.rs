@@ -193,6 +193,33 @@ mod tests {
         assert_eq!(fetch(2e-5, &[elsewhere]).unwrap().from, WorkerId(11), "nearly as much in a pool");
     }
 
+    /// A worker that has half of the prompt in its own store takes all of it from the other one, or loads its half: whichever is sooner.
+    #[test]
+    fn a_worker_fetches_or_loads() {
+        let own = [Holder { worker: WorkerId(2), blocks: 100 }];
+        let chosen = |load: f64| {
+            let (fast, links) = (links(), Links::new(1 << 14, [].into_iter()).with_load(load));
+            let mut view = view(&fast, 40_000);
+            view[1].links = &links;
+            place(&view, &PlacementInput { held: Held { blocks: 250, by: &HOLDERS, stored: &own }, ..ASK })
+        };
+        let fetches = chosen(1e-4);
+        let fetch = fetches.fetch.unwrap();
+        assert_eq!((fetch.tokens, fetches.load), (3200, None));
+        assert!((0.05..0.06).contains(&fetch.seconds), "the way of all 3,200 tokens: {fetch:?}");
+        let few = [Holder { blocks: 105, ..HOLDERS[0] }];
+        let (fast, none) = (links().with_load(1e-7), Links::NONE);
+        let mut view = view(&fast, 40_000);
+        let ask = PlacementInput { held: Held { blocks: 250, by: &few, stored: &own }, ..ASK };
+        let loads = place(&view, &ask);
+        assert_eq!(
+            (loads.placed.prefill, loads.fetch.is_none(), loads.load.map(|load| load.tokens)),
+            (Some(WorkerId(2)), true, Some(1600))
+        );
+        view[1].links = &none;
+        assert!(place(&view, &ask).load.is_none());
+    }
+
     /// The last token of a prompt is computed in any case.
     #[test]
     fn a_prompt_is_never_fetched_to_its_end() {

@@ -158,18 +158,22 @@ struct Outlook<'a> {
     load: Backlog,
     /// Leading tokens of the prompt that it has in its pool.
     cached: u32,
-    /// The same once it has loaded what it has in its own store.
-    has: u32,
+    /// The same after the load, if it loads any.
+    loaded: u32,
+    /// The same after the load or the fetch, whichever it does: what follows is computed.
+    before: u32,
     /// How long it waits for what is queued, in seconds.
     waits: f64,
     /// How long it then takes, with what it fetches or loads.
     computes: f64,
-    /// How long it would take if it fetched nothing.
+    /// How long computing takes what is not there after the load.
     computes_all: f64,
-    /// What it takes from another worker first.
+    /// What it takes from another worker first, if that is sooner than loading.
     fetch: Option<Fetch>,
-    /// What it takes from its own store first.
+    /// What it takes from its own store first, as a worker that computes a prompt.
     loads: Option<Load>,
+    /// How long loading takes, as a worker that a prompt is handed to, too. 0: it loads nothing.
+    load_seconds: f64,
 }
 
 impl<'a> Outlook<'a> {
@@ -182,21 +186,29 @@ impl<'a> Outlook<'a> {
         let load = worker.load.unwrap_or_else(|| unknown(worker, request));
         let cached = request.cached(worker.id);
         let load = Backlog { cost: cost(&load, usual, request), ..load };
-        let loads = loads(worker, &load, cached, request);
-        let has = loads.map_or(cached, |loads| loads.tokens);
-        let fetch = source.and_then(|source| source.fetch(worker, &load, has, request));
-        let here = fetch.map_or(has, |fetch| fetch.tokens);
         let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
-        let waits = load.wait((request.tokens - here).into());
-        // It comes while the prompt waits.
-        let brings = fetch.map(|fetch| fetch.seconds).or(loads.map(|loads| loads.seconds));
-        let computes = brings.map_or(0.0, |seconds| (seconds - waits).max(0.0)) + prompt(here);
-        Outlook { worker, load, cached, has, waits, computes, computes_all: prompt(has), fetch, loads }
+        // How long it waits, and then computes, where it has so many tokens after so many seconds: they come while the prompt waits.
+        let after = |seconds: f64, tokens: u32| {
+            let waits = load.wait((request.tokens - tokens).into());
+            (waits, (seconds - waits).max(0.0) + prompt(tokens))
+        };
+        let loads = loads(worker, &load, cached, request);
+        let (loaded, load_seconds) = loads.map_or((cached, 0.0), |loads| (loads.tokens, loads.seconds));
+        let with_load = after(load_seconds, loaded);
+        // A fetch brings all that is not in the pool, also what the store has.
+        let fetch = source.and_then(|source| source.fetch(worker, &load, cached, request));
+        let fetch = fetch.map(|fetch| (fetch, after(fetch.seconds, fetch.tokens)));
+        let fetch = fetch.filter(|(_, with)| loads.is_none() || with.0 + with.1 < with_load.0 + with_load.1);
+        let (waits, computes) = fetch.map_or(with_load, |(_, with)| with);
+        let fetch = fetch.map(|(fetch, _)| fetch);
+        let before = fetch.map_or(loaded, |fetch| fetch.tokens);
+        let (loads, computes_all) = (loads.filter(|_| fetch.is_none()), prompt(loaded));
+        Outlook { worker, load, cached, loaded, before, waits, computes, computes_all, fetch, loads, load_seconds }
     }
 
     /// Tokens of the prompt that it has to compute, or to be handed.
     fn missing(&self, request: &PlacementInput<'_>) -> u32 {
-        request.tokens - self.has
+        request.tokens - self.loaded
     }
 
     /// The part of a decode worker that gives the answer.
@@ -241,9 +253,11 @@ impl<'a> Outlook<'a> {
     /// A prefill worker computes the prompt for this decode worker with its `answer`.
     fn split(&self, decode: &Outlook<'_>, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
+        // The decode worker loads what it has in its store before it lends blocks.
+        let lends = answer.room + decode.load_seconds;
         // Blocks that are reserved late come free while the prompt waits.
         let meanwhile = if queue >= request.late && answer.room < FULL { queue } else { 0.0 };
-        let room = (answer.room - meanwhile).max(0.0);
+        let room = (lends - meanwhile).max(0.0);
         // Layers travel while others are computed.
         let travels = self.worker.links.token(decode.worker.id) * f64::from(decode.missing(request));
         let handoff = answer.handoff.max(travels - compute);
@@ -254,8 +268,7 @@ impl<'a> Outlook<'a> {
     /// A decode worker computes the prompt itself: the answers beside it wait.
     fn alone(&self, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
-        let here = self.fetch.map_or(self.has, |fetch| fetch.tokens);
-        let own = StepWork::default().with_prompt(here.into(), request.tokens.into());
+        let own = StepWork::default().with_prompt(self.before.into(), request.tokens.into());
         let slows = self.load.cost.prompts(&own, self.load.step_tokens.into());
         let others = answer.others + soon.behind * compute + self.load.work.rows as f64 * slows;
         let later = self.later(answer.room + queue + compute, request);

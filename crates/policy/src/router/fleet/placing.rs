@@ -126,11 +126,12 @@ impl Fleet {
         // What it fetches or loads it need not compute.
         let fetched = |worker| chosen.fetch.filter(|fetch| fetch.to == worker).map_or(0, |fetch| fetch.tokens);
         let loaded = |worker| chosen.load.filter(|load| load.at == worker).map_or(0, |load| load.tokens);
-        let cached = |worker: WorkerId| input.cached(worker).max(fetched(worker)).max(loaded(worker));
-        let cached = [Some(decode), prefill].map(|worker| worker.map_or(0, cached));
+        let has = |worker: WorkerId| input.cached(worker).max(fetched(worker)).max(loaded(worker));
+        let has = [Some(decode), prefill].map(|worker| worker.map_or(0, has));
+        let pooled = input.cached(decode);
         prefixes.note(&ask.names, chosen.placed, now);
         chosen.late = ask.decode.is_none() && self.is_late(&chosen);
-        self.count(ask, &chosen, cached, answer, now);
+        self.count(ask, &chosen, (has, pooled), answer, now);
         Ok(chosen)
     }
 
@@ -141,17 +142,18 @@ impl Fleet {
         waits >= from.as_secs_f64() && self.view.get(prefill).is_some_and(|member| member.late_targets)
     }
 
-    /// Counts a request that was placed in the loads of its workers. `cached`: tokens that its decode and its prefill worker need not compute.
-    fn count(&mut self, ask: &Ask, chosen: &Chosen, cached: [u32; 2], answer: u32, now: Instant) {
+    /// Counts a request that was placed in the loads of its workers. `has`: tokens that its decode and its prefill worker need not
+    /// compute; `pooled`: those that the decode worker has blocks for.
+    fn count(&mut self, ask: &Ask, chosen: &Chosen, (has, pooled): ([u32; 2], u32), answer: u32, now: Instant) {
         let (size, Chosen { placed, number, late, .. }) = (self.block_size().max(1), *chosen);
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
-        let ([at_decode, at_prefill], class) = (cached, ask.class);
+        let ([at_decode, at_prefill], class) = (has, ask.class);
         if let Some(worker) = placed.prefill.and_then(|id| self.roster.get_mut(id)) {
             worker.load.sent(number, Adds { work: prompt(at_prefill), class, ..Adds::default() }, now);
         }
         if let Some(worker) = self.roster.get_mut(placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
-            let blocks = (ask.tokens - at_decode.min(ask.tokens)).saturating_add(answer).div_ceil(size);
+            let blocks = (ask.tokens - pooled.min(ask.tokens)).saturating_add(answer).div_ceil(size);
             worker.load.sent(number, Adds { work: own.with_row(ask.tokens.into()), blocks, class, late }, now);
         }
     }
