@@ -121,7 +121,8 @@ baton_runtime::config! {
         /// A gRPC connection is asked to end after this long, so that clients spread over routers that were added; default: never. Its
         /// calls end first. A call that begins at that moment is sent again by most clients; those made with tonic must do so themselves.
         connection_age: Option<Duration> = None,
-        /// An answer whose client reads nothing of it for this long, while more is there, is given up.
+        /// An answer whose client reads nothing of it for this long, while more is there, is given up; so is one whose client cannot be reached
+        /// for this long.
         send_timeout: Duration = Duration::from_secs(60),
         /// Shows the beginning of prompts on the admin endpoint's page. Without it, the page shows no text of any request.
         admin_prompts: bool = false,

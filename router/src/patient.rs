@@ -127,10 +127,14 @@ impl Beginning {
 }
 
 impl Patient {
-    /// Writes to `stream` wait for `patience` at most, and so do bytes that the system has taken and the client has no room for. Without the
-    /// latter, a slow answer would wait in the system's buffers for minutes before a write does.
+    /// Writes to `stream` wait for `patience` at most, and so do bytes that the system has taken and the client has no room for, or does not
+    /// acknowledge. Without the latter, a slow answer would wait in the system's buffers for minutes before a write does.
     pub fn new(stream: TcpStream, patience: Duration) -> Patient {
-        let _ = SockRef::from(&stream).set_tcp_user_timeout(Some(patience));
+        // The system takes whole milliseconds, 0 for none, in 31 bits.
+        let bound = patience.clamp(Duration::from_millis(1), Duration::from_millis(i32::MAX as u64));
+        if let Err(error) = SockRef::from(&stream).set_tcp_user_timeout(Some(bound)) {
+            tracing::debug!(%error, "a client that has no room is noticed late");
+        }
         Patient { stream, patience, timer: None, beginning: Beginning::None, seat: None, lingering: None }
     }
 

@@ -40,7 +40,7 @@ pub enum Command {
     Load {
         /// The prefix, with its deadline.
         prefix: Box<Prefix>,
-        /// How long loading it takes, as predicted, in seconds.
+        /// How long loading all of it takes, as predicted, in seconds.
         seconds: f64,
     },
     /// Nothing writes to the blocks of a load any more. True: all are written and verified (I2). Sent once for each [`Effect::Load`].
@@ -126,8 +126,10 @@ impl Tiers {
     }
 
     fn load(&mut self, desk: Desk<'_>, prefix: Prefix, seconds: f64, computes: impl Fn(u32, u32) -> f64) {
-        let here = desk.engine.here(&prefix.prefix, &prefix.tokens);
-        let known = computes(here, prefix.moves(desk.engine.block_size()));
+        let (here, moves) = (desk.engine.here(&prefix.prefix, &prefix.tokens), prefix.moves(desk.engine.block_size()));
+        let known = computes(here, moves);
+        // What is in the pool already is not loaded.
+        let seconds = seconds * f64::from(moves.saturating_sub(here)) / f64::from(moves.max(1));
         let loads = self.open.values().filter(|part| matches!(part, Part::Load(..))).count();
         if desk.draining || loads >= MOST || (known > 0.0 && known <= seconds) {
             return;

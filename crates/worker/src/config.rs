@@ -107,8 +107,8 @@ baton_runtime::config! {
         /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
         /// 0B: none.
         swap_bytes: Bytes = Bytes(0),
-        /// Host memory, outside the pool, for KV that the pool has no room for: prefixes that come again are copied back instead of computed. Only
-        /// where the CPU computes; 0B: none.
+        /// Host memory, outside the pool, for KV that the pool has no room for: prefixes that come again are copied back instead of computed.
+        /// 0B: none.
         kv_host: Bytes = Bytes(0),
         /// Directory of a local disk for KV that host memory has no room for. It outlives the worker, and is this worker's alone. Needs kv_host,
         /// where blocks pass through.

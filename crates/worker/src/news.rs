@@ -6,6 +6,7 @@
 //! latest, every [`GATHER`] at most, and of the links ([`WorkerNews::links`]) too. So no reader makes the engine wait, or lets anything grow.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use baton_engine::Cached;
@@ -34,6 +35,8 @@ pub(crate) type WorkerEvents = ReceiverStream<Result<v1::WorkerEvent, Status>>;
 pub(crate) struct WorkerNews {
     cache: Feed,
     store: Feed,
+    /// The worker has a store.
+    stores: AtomicBool,
     changed: Notify,
     /// What there is to do, and since when it is so known.
     load: watch::Sender<(Backlog, Option<Instant>)>,
@@ -47,7 +50,8 @@ impl Default for WorkerNews {
         let (changed, load) = (Notify::new(), watch::Sender::default());
         let (links, ended) = (watch::Sender::default(), CancellationToken::new());
         let followers = Arc::new(Semaphore::new(FOLLOWERS));
-        WorkerNews { cache: Feed::default(), store: Feed::default(), changed, load, links, followers, ended }
+        let stores = AtomicBool::new(false);
+        WorkerNews { cache: Feed::default(), store: Feed::default(), stores, changed, load, links, followers, ended }
     }
 }
 
@@ -57,6 +61,11 @@ impl WorkerNews {
         if self.cache.note(changes) {
             self.changed.notify_one();
         }
+    }
+
+    /// The worker has a store: who follows is told so, though it may be empty.
+    pub fn has_store(&self) {
+        self.stores.store(true, Ordering::Relaxed);
     }
 
     /// Takes in what entered and left the store, in order.
@@ -132,15 +141,19 @@ impl WorkerNews {
 
     /// Tells all, and then each change. An error: nobody follows any more.
     async fn tell(&self, events: &Events) -> Result<(), ()> {
-        let (mut load, mut due) = (self.load.subscribe(), Instant::now());
-        load.mark_changed();
+        let (mut load, mut due) = (self.load.subscribe(), Instant::now() + GATHER);
         let mut links = self.links.subscribe();
-        if links.borrow().token_bytes > 0 {
-            links.mark_changed();
+        // First what is short: a list of blocks may be long, and whoever chooses workers needs the load.
+        let now = *load.borrow_and_update();
+        self.say_load(events, now).await?;
+        let known = links.borrow_and_update().clone();
+        if known.token_bytes > 0 {
+            say_one(events, Event::Links(known)).await?;
         }
         let mut cache = Teller::begin(&self.cache, Event::Cache, true, events).await?;
         // Most workers have no store.
-        let mut store = Teller::begin(&self.store, Event::Store, false, events).await?;
+        let asked = self.stores.load(Ordering::Relaxed);
+        let mut store = Teller::begin(&self.store, Event::Store, asked, events).await?;
         loop {
             // The senders live as long as whoever waits here.
             tokio::select! {
@@ -148,9 +161,8 @@ impl WorkerNews {
                 change = store.changes.recv() => store.pass(events, change).await?,
                 () = changed(&mut load, due) => {
                     due = Instant::now() + GATHER;
-                    let (backlog, at) = *load.borrow_and_update();
-                    let event = self.load_event(&backlog, at.map_or(Duration::ZERO, |at| at.elapsed()));
-                    say_one(events, Event::Load(event)).await?;
+                    let now = *load.borrow_and_update();
+                    self.say_load(events, now).await?;
                 }
                 _ = links.changed() => {
                     let event = links.borrow_and_update().clone();
@@ -158,6 +170,11 @@ impl WorkerNews {
                 }
             }
         }
+    }
+
+    async fn say_load(&self, events: &Events, (load, at): (Backlog, Option<Instant>)) -> Result<(), ()> {
+        let event = self.load_event(&load, at.map_or(Duration::ZERO, |at| at.elapsed()));
+        say_one(events, Event::Load(event)).await
     }
 
     fn load_event(&self, load: &Backlog, age: Duration) -> v1::LoadEvent {

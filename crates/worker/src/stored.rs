@@ -15,6 +15,7 @@ const EVERY: Duration = Duration::from_millis(100);
 
 /// Starts a thread that notes what comes to the store and leaves it, until the store or who is told is gone.
 pub(crate) fn follow(store: &Arc<KvStore>, news: &Arc<WorkerNews>) -> std::io::Result<()> {
+    news.has_store();
     let (store, news) = (Arc::downgrade(store), Arc::downgrade(news));
     let run = move || {
         let mut stored = Stored::default();

@@ -58,6 +58,8 @@ pub(crate) struct TiersShell {
     loading: HashMap<SeqId, Arc<AtomicBool>>,
     /// When the metrics were updated.
     counted: Instant,
+    /// Blocks that were not in a device's memory as they were stored.
+    garbled: Arc<AtomicU64>,
 }
 
 struct Load {
@@ -111,10 +113,11 @@ impl TiersShell {
         stored::follow(&store, news)?;
         let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
         let layout = node.geometry.layout.clone();
+        let garbled = Arc::<AtomicU64>::default();
         // Each thread has a queue to the device of its own.
         let copier = || -> Result<Copier, WorkerError> {
             let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
-            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead })
+            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead, garbled: Arc::clone(&garbled) })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new([FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits())));
@@ -137,7 +140,7 @@ impl TiersShell {
         })?;
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted })
+        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted, garbled })
     }
 
     /// Tells how many seconds a token takes to load: from disk, if there is one, since most blocks are there.
@@ -227,6 +230,10 @@ impl TiersShell {
             counter!(names::TIER_HIT_TOKENS, "tier" => name).absolute(counters.hit_tokens[at]);
             counter!(names::TIER_READ_BYTES, "tier" => name).absolute(counters.hit_bytes[at]);
             counter!(names::TIER_VERIFY_FAILURES, "tier" => name).absolute(counters.verify_failures[at]);
+        }
+        let garbled = self.garbled.load(Ordering::Relaxed);
+        if garbled > 0 {
+            counter!(names::TIER_VERIFY_FAILURES, "tier" => "device").absolute(garbled);
         }
         counter!(names::TIER_WRITTEN_BYTES).absolute(counters.written_bytes.iter().sum());
         counter!(names::TIER_DISK_ERRORS).absolute(counters.disk_errors);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, Part};
+use baton_kv_store::{BlockKey, BlockName, Decline, Part};
 use baton_roles::tiers::{Move, is_hole};
 use baton_store::{Filling, Got, KvStore, Pending, Reading};
 use baton_transfer::{
@@ -33,12 +33,14 @@ pub(super) struct Copier {
     pub geometry: PoolGeometry,
     /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
     pub ahead: usize,
+    /// Blocks that were not in a device's memory as they were stored.
+    pub garbled: Arc<AtomicU64>,
 }
 
 /// The pool's memory, as one thread reaches it.
 pub(super) enum Memory {
     Host(Arc<Segment>),
-    Device(Arc<dyn DeviceMemory>, Box<dyn DeviceQueue>),
+    Device(Device),
 }
 
 impl Memory {
@@ -46,14 +48,41 @@ impl Memory {
         let failed = |DeviceError(cause)| TransferError::Device { what: "open a queue", cause };
         Ok(match pool {
             Pool::Host(segment) => Memory::Host(Arc::clone(segment)),
-            Pool::Device(memory) => Memory::Device(Arc::clone(memory), memory.queue().map_err(failed)?),
+            Pool::Device(memory) => {
+                let queue = Some(memory.queue().map_err(failed)?);
+                Memory::Device(Device { memory: Arc::clone(memory), queue })
+            }
         })
+    }
+
+    /// Ends what a copy that failed has left under way: the next one must not take it for its own. Waits for it.
+    fn give_up(&mut self) {
+        if let Memory::Device(device) = self {
+            device.queue = None;
+        }
+    }
+}
+
+/// A device's memory with a queue to it.
+pub(super) struct Device {
+    pub memory: Arc<dyn DeviceMemory>,
+    /// `None` after a failure, until a new one can be opened.
+    pub queue: Option<Box<dyn DeviceQueue>>,
+}
+
+impl Device {
+    fn queue(&mut self) -> Result<&mut dyn DeviceQueue, DeviceError> {
+        if self.queue.is_none() {
+            self.queue = Some(self.memory.queue()?);
+        }
+        self.queue.as_deref_mut().ok_or_else(|| DeviceError("it has no queue".into())).map(|queue| queue as _)
     }
 }
 
 /// What was written to a device, and what its digest must be there.
 #[derive(Debug)]
 struct Written {
+    name: BlockName,
     bytes: usize,
     offset: usize,
     lane: u64,
@@ -82,16 +111,36 @@ impl Copier {
 
     /// Copies blocks into the pool. False: not all of them are there, and none may be used.
     pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &[AtomicU64; 2]) -> bool {
-        let (mut written, keys) = (Vec::new(), self.keys(what));
+        let (mut written, keys, begun) = (Vec::new(), self.keys(what), Instant::now());
         let loads = AssertUnwindSafe(|| self.load_all(keys, given_up, paces, &mut written));
         // Also after a panic nothing may be on its way to the blocks.
         let whole = catch_unwind(loads).unwrap_or(false);
-        let Memory::Device(_, queue) = &mut self.memory else { return whole };
-        let there = queue.settle().and_then(|()| if whole { verify(&mut **queue, written) } else { Ok(false) });
-        there.unwrap_or_else(|error| {
-            tracing::warn!(%error, "stored blocks could not be copied to the device; they are computed instead");
-            false
-        })
+        let Memory::Device(device) = &mut self.memory else { return whole };
+        let there = device.queue().and_then(|queue| {
+            queue.settle()?;
+            if whole { verify(queue, &mut written) } else { Ok(None) }
+        });
+        match there {
+            Ok(None) if whole => {
+                // Writing and digesting go on after the last block was read.
+                let bytes = written.iter().map(|written| written.bytes).sum();
+                paces.iter().for_each(|pace| follow(pace, begun.elapsed(), bytes));
+                true
+            }
+            Ok(None) => false,
+            Ok(Some(name)) => {
+                tracing::warn!(
+                    name = format!("{:032x}", name.0),
+                    "a block is not in the device's memory as it was stored; it is computed instead"
+                );
+                self.garbled.fetch_add(1, Ordering::Relaxed);
+                false
+            }
+            Err(error) => {
+                self.memory.give_up();
+                cannot(&error)
+            }
+        }
     }
 
     fn load_all(
@@ -121,7 +170,9 @@ impl Copier {
             if !self.copy_in(reading, &blocks, written) {
                 return false;
             }
-            follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
+            if matches!(self.memory, Memory::Host(_)) {
+                follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
+            }
         }
     }
 
@@ -141,7 +192,12 @@ impl Copier {
                 // not overlap.
                 Some(unsafe { std::slice::from_raw_parts_mut(segment.as_ptr().add(range.start), range.len()) })
             }),
-            Memory::Device(_, queue) => {
+            Memory::Device(device) => {
+                let queue = match device.queue() {
+                    Ok(queue) => queue,
+                    Err(error) => return cannot(&error),
+                };
+                let name = reading.block().key.name;
                 let parts: Vec<Part> = self.store.shape().parts(reading.block().key.groups).collect();
                 let wanted = parts.iter().zip(reading.block().digests.iter());
                 let wanted = wanted.filter_map(|(part, digest)| Some((part, *digest, target(part)?)));
@@ -149,7 +205,8 @@ impl Copier {
                 for (part, digest, range) in wanted {
                     bytes += range.len();
                     ranges.push((range.start, range.len()));
-                    written.push(Written { bytes: range.len(), offset: range.start, lane: part.first_lane, digest });
+                    let (bytes, offset, lane) = (range.len(), range.start, part.first_lane);
+                    written.push(Written { name, bytes, offset, lane, digest });
                 }
                 let mut staged = match queue.stage(bytes) {
                     Ok(staged) => &mut staged[..bytes],
@@ -174,23 +231,27 @@ impl Copier {
     /// Copies blocks out of the pool, as far as the store takes them.
     pub fn save(&mut self, what: &Move) {
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
-        let Err(error) = self.save_all(keys) else { return };
-        tracing::warn!(%error, "blocks could not be copied from the device; they are not stored");
-        // Jobs that are under way belong to blocks of this save. A new queue has none.
-        if let Memory::Device(memory, queue) = &mut self.memory
-            && let Ok(new) = memory.queue()
-        {
-            *queue = new;
+        match catch_unwind(AssertUnwindSafe(|| self.save_all(keys))) {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => tracing::warn!(%error, "blocks could not be copied from the device; they are not stored"),
+            // Its hook has said so.
+            Err(_) => {}
         }
+        self.memory.give_up();
     }
 
     fn save_all(&mut self, keys: Vec<(BlockKey, Vec<BlockId>)>) -> Result<(), DeviceError> {
         let geometry = &self.geometry;
         let at = |part: &Part, blocks: &[BlockId]| geometry.block_range(part.group, part.layer, blocks[part.group]);
-        let (memory, queue) = match &mut self.memory {
+        let device = match &mut self.memory {
             Memory::Host(segment) => {
                 for (key, blocks) in keys {
-                    let Ok(filling) = self.store.put(key) else { continue };
+                    let filling = match self.store.put(key) {
+                        Ok(filling) => filling,
+                        Err(Decline::Held) => continue,
+                        // Nobody would find what comes after a gap.
+                        Err(Decline::Busy) => break,
+                    };
                     filling.copy_from(|part| {
                         let range = at(part, &blocks);
                         assert!(range.end <= segment.len(), "a block outside the pool");
@@ -201,16 +262,21 @@ impl Copier {
                 }
                 return Ok(());
             }
-            Memory::Device(memory, queue) => (memory, queue),
+            Memory::Device(device) => device,
         };
-        let (after, mut reads) = (memory.mark(), VecDeque::new());
+        let (after, mut reads) = (device.memory.mark(), VecDeque::new());
+        let queue = device.queue()?;
         for (key, blocks) in keys {
             let groups = key.groups;
-            let Ok(filling) = self.store.put(key) else { continue };
+            let filling = match self.store.put(key) {
+                Ok(filling) => filling,
+                Err(Decline::Held) => continue,
+                Err(Decline::Busy) => break,
+            };
             if reads.len() >= DEVICE_JOBS
                 && let Some(filling) = reads.pop_front()
             {
-                fill(filling, &read(&mut **queue)?);
+                fill(filling, &read(queue)?);
             }
             let ranges = self.store.shape().parts(groups).map(|part| at(&part, &blocks));
             let ranges: Vec<_> = ranges.map(|range| (range.start, range.len())).collect();
@@ -218,7 +284,7 @@ impl Copier {
             reads.push_back(filling);
         }
         for filling in reads {
-            fill(filling, &read(&mut **queue)?);
+            fill(filling, &read(queue)?);
         }
         Ok(())
     }
@@ -240,20 +306,20 @@ fn wait_for(mut pending: Pending, given_up: &AtomicBool) -> Option<Reading> {
     }
 }
 
-/// Whether what is in the device's memory is what was to be written there.
-fn verify(queue: &mut dyn DeviceQueue, mut written: Vec<Written>) -> Result<bool, DeviceError> {
+/// The first block that is not in the device's memory as it was to be written there.
+fn verify(queue: &mut dyn DeviceQueue, written: &mut [Written]) -> Result<Option<BlockName>, DeviceError> {
     written.sort_by_key(|written| written.bytes);
     for alike in written.chunk_by(|one, other| one.bytes == other.bytes) {
         for some in alike.chunks(RUNS) {
             let runs: Vec<_> = some.iter().map(|written| (written.offset, written.lane)).collect();
             let digests = queue.digests(&runs, some[0].bytes)?;
-            if !digests.iter().copied().eq(some.iter().map(|written| written.digest)) {
-                tracing::warn!("blocks are not in the device's memory as they were stored; they are computed instead");
-                return Ok(false);
+            let differs = some.iter().zip(&digests).find(|(written, digest)| written.digest != **digest);
+            if let Some((written, _)) = differs {
+                return Ok(Some(written.name));
             }
         }
     }
-    Ok(true)
+    Ok(None)
 }
 
 /// Waits for the oldest read.

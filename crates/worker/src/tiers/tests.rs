@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use baton_engine::HOLE;
 use baton_engine::fake::tiny_layout;
 use baton_transfer::conformance::{Broken, memory_over};
-use baton_transfer::{DeviceError, DeviceQueue, JobDone, Moving, Pool, Segment};
+use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Registrable, Segment};
 use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
 
 use super::*;
@@ -35,7 +35,7 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
     let memory = Memory::of(&pool(&segment)).unwrap();
-    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2 }, segment }
+    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2, garbled: Arc::default() }, segment }
 }
 
 fn store() -> Arc<KvStore> {
@@ -127,9 +127,10 @@ fn a_device_that_garbles_what_it_takes_is_noticed() {
     from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
     let wanted = what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]]);
     let mut to = on_device(99, &store);
-    let Memory::Device(memory, queue) = to.copier.memory else { panic!("a device") };
-    to.copier.memory = Memory::Device(memory, Box::new(Garbles(queue)));
+    let Memory::Device(device) = &mut to.copier.memory else { panic!("a device") };
+    device.queue = device.queue.take().map(|queue| Box::new(Odd { queue, beside: 1, reads: 99 }) as _);
     assert!(!load(&mut to, &wanted));
+    assert_eq!(to.copier.garbled.load(Ordering::Relaxed), 1);
     let broken = |_: &_| Pool::Device(Arc::new(Broken { bytes: 1 << 20 }));
     let mut broken = pair(99, &store, broken);
     assert!(!load(&mut broken, &wanted), "nothing can be written");
@@ -137,41 +138,90 @@ fn a_device_that_garbles_what_it_takes_is_noticed() {
     assert!(load(&mut on_device(99, &store), &wanted));
 }
 
-/// A queue that writes a little beside where it should.
-struct Garbles(Box<dyn DeviceQueue>);
+/// I1, I2: what a save that failed has left under way is never taken for another block's KV.
+#[test]
+fn a_save_that_failed_leaves_nothing_to_the_next() {
+    let store = store();
+    let mut from = on_device(1, &store);
+    let Memory::Device(device) = &mut from.copier.memory else { panic!("a device") };
+    device.queue = device.queue.take().map(|queue| Box::new(Odd { queue, beside: 0, reads: 1 }) as _);
+    // No new queue can be opened at first.
+    let whole = std::mem::replace(&mut device.memory, Arc::new(NoQueue));
+    from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    assert_eq!(store.blocks(Tier::Host), 0);
+    let Memory::Device(device) = &mut from.copier.memory else { panic!("a device") };
+    device.memory = whole;
+    let mut other = what([[BlockId(6), BlockId(1)], [BlockId(1), BlockId(4)]]);
+    other.prefix.tokens[0] = 55;
+    from.copier.save(&other);
+    let mut to = on_device(99, &store);
+    other.blocks = vec![vec![BlockId(2), BlockId(3)], vec![BlockId(6), BlockId(7)]];
+    assert!(load(&mut to, &other));
+    assert_eq!(bytes(&to, 0, BlockId(2)), bytes(&from, 0, BlockId(6)));
+}
 
-impl DeviceQueue for Garbles {
+/// Memory to which no queue can be opened.
+struct NoQueue;
+
+impl DeviceMemory for NoQueue {
+    fn bytes(&self) -> usize {
+        1 << 20
+    }
+    fn mark(&self) -> u64 {
+        7
+    }
+    fn export(&self) -> Result<PoolHandle, DeviceError> {
+        Err(DeviceError("not asked for".into()))
+    }
+    fn registrable(&self) -> Result<Registrable, DeviceError> {
+        Err(DeviceError("not asked for".into()))
+    }
+    fn queue(&self) -> Result<Box<dyn DeviceQueue>, DeviceError> {
+        Err(DeviceError("no memory".into()))
+    }
+}
+
+/// A queue that writes so many bytes beside where it should, and fails after so many reads.
+struct Odd {
+    queue: Box<dyn DeviceQueue>,
+    beside: usize,
+    reads: u32,
+}
+
+impl DeviceQueue for Odd {
     fn open(&mut self, handle: PoolHandle, bytes: usize) -> Result<OpenedBy, DeviceError> {
-        self.0.open(handle, bytes)
+        self.queue.open(handle, bytes)
     }
     fn read(&mut self, after: u64, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
-        self.0.read(after, ranges)
+        self.reads = self.reads.checked_sub(1).ok_or_else(|| DeviceError("no more".into()))?;
+        self.queue.read(after, ranges)
     }
     fn copy(&mut self, after: u64, runs: &[Moving], bytes: usize) -> Result<(), DeviceError> {
-        self.0.copy(after, runs, bytes)
+        self.queue.copy(after, runs, bytes)
     }
     fn digest(&mut self, after: u64, runs: &[(usize, u64)], bytes: usize) -> Result<(), DeviceError> {
-        self.0.digest(after, runs, bytes)
+        self.queue.digest(after, runs, bytes)
     }
     fn poll(&mut self) -> Result<Option<JobDone>, DeviceError> {
-        self.0.poll()
+        self.queue.poll()
     }
     fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.0.fd()
+        self.queue.fd()
     }
     fn stage(&mut self, bytes: usize) -> Result<&mut [u8], DeviceError> {
-        self.0.stage(bytes)
+        self.queue.stage(bytes)
     }
     fn write(&mut self, ranges: &[(usize, usize)]) -> Result<(), DeviceError> {
         let mut shifted = ranges.to_vec();
-        shifted[0].0 ^= 1;
-        self.0.write(&shifted)
+        shifted[0].0 ^= self.beside;
+        self.queue.write(&shifted)
     }
     fn settle(&mut self) -> Result<(), DeviceError> {
-        self.0.settle()
+        self.queue.settle()
     }
     fn digests(&mut self, runs: &[(usize, u64)], bytes: usize) -> Result<Vec<u64>, DeviceError> {
-        self.0.digests(runs, bytes)
+        self.queue.digests(runs, bytes)
     }
 }
 
