@@ -4,8 +4,9 @@
     load.py URL MODEL STREAMS
 
 Every request has a salt of its own, so every prompt is computed and handed over. Each answer must equal the first one to its prompt. Whoever
-runs it writes a name to the standard input at the beginning of each phase, and "end" at the end; a line of JSON for each phase comes out.
-A connection that breaks is tried again, as clients do, and counted: a stream cannot outlive its router.
+runs it writes a name to the standard input at the beginning of each phase, and "end" at the end. A line of JSON comes out after the first
+answer, for each phase when the next begins, and for all of them at the end, when every stream has ended: a stream counts for the phase in which
+it began. A connection that breaks is tried again, as clients do, and counted: a stream cannot outlive its router.
 """
 
 import collections
@@ -27,6 +28,10 @@ gaps = collections.defaultdict(float)
 errors = {}
 
 
+class Refused(RuntimeError):
+    """Nobody is there to answer, and the router says so before it begins."""
+
+
 def ask(url, model, prompt):
     """One streamed answer, and the longest time without a token."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0, "stream": True,
@@ -35,6 +40,8 @@ def ask(url, model, prompt):
     last, gap, text, ended = time.monotonic(), 0.0, "", False
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
+    if answer.status == 503:
+        raise Refused(f"503: {answer.read().decode()[:300]}")
     if answer.status != 200:
         raise RuntimeError(f"{answer.status}: {answer.read().decode()[:300]}")
     for line in answer:
@@ -60,6 +67,8 @@ def stream(url, model, number):
         try:
             text, gap = ask(url, model, prompt)
             with lock:
+                if not answers:
+                    print(json.dumps({"first": prompt}), flush=True)
                 right = answers.setdefault(prompt, text) == text
                 counts[begun]["right" if right else "wrong"] += 1
                 gaps[begun] = max(gaps[begun], gap)
@@ -70,26 +79,35 @@ def stream(url, model, number):
             time.sleep(0.5)
         except RuntimeError as error:
             with lock:
-                counts[begun]["failed"] += 1
+                counts[begun]["refused" if isinstance(error, Refused) else "failed"] += 1
                 errors[begun] = str(error)
             time.sleep(0.5)
 
 
+def say(which):
+    """What came so far of the streams that began in a phase."""
+    with lock:
+        print(json.dumps({"phase": which, **counts[which], "longest gap": gaps[which], "error": errors.get(which)}), flush=True)
+
+
 def main():
     global phase
+    phases = [phase]
     url, model, streams = urllib.parse.urlparse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     threads = [threading.Thread(target=stream, args=(url, model, number)) for number in range(streams)]
     for thread in threads:
         thread.start()
     for line in sys.stdin:
         before, phase = phase, line.strip()
-        with lock:
-            print(json.dumps({"phase": before, **counts[before], "longest gap": gaps[before], "error": errors.get(before)}), flush=True)
+        say(before)
         if phase == "end":
             break
+        phases.append(phase)
     phase = "end"
     for thread in threads:
         thread.join()
+    for each in phases:
+        say(each)
     total = sum(counts.values(), collections.Counter())
     print(json.dumps({"phase": "all", **total, "longest gap": max(gaps.values(), default=0), "error": next(iter(errors.values()), None)}), flush=True)
 

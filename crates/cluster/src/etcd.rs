@@ -171,3 +171,18 @@ impl Etcd {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use baton_membership::Member;
+    use baton_membership::testing::member;
+
+    #[test]
+    fn a_member_of_the_version_before_is_read() {
+        let mut old = serde_json::to_value(member(1)).expect("JSON");
+        for unsaid in ["late_targets", "exchanges"] {
+            old.as_object_mut().expect("an object").remove(unsaid).expect("a field");
+        }
+        assert_eq!(serde_json::from_value::<Member>(old).expect("an old member"), member(1));
+    }
+}

@@ -69,7 +69,9 @@ pub struct Member {
     /// A prefill worker that takes prompts whose target follows later. Workers of older versions do not.
     #[serde(default)]
     pub late_targets: bool,
-    /// Fingerprint of its KV layout with the element type: workers with equal ones exchange prefixes. 0: it exchanges none.
+    /// Fingerprint of its KV layout with the element type: workers with equal ones exchange prefixes. 0: it exchanges none, as workers of
+    /// older versions.
+    #[serde(default)]
     pub exchanges: u64,
 }
 

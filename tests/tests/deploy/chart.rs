@@ -62,7 +62,7 @@ impl Release {
         Ok(Release { name: name.to_owned(), manifests })
     }
 
-    /// The default values, and every file that the chart brings for its own checks; rendered once.
+    /// The default values, every file that the chart brings for its own checks, and its examples; rendered once.
     pub fn all() -> anyhow::Result<&'static [Release]> {
         static ALL: OnceLock<Result<Vec<Release>, String>> = OnceLock::new();
         let rendered = ALL.get_or_init(|| Release::render_all().map_err(|e| format!("{e:#}")));
@@ -71,12 +71,15 @@ impl Release {
 
     fn render_all() -> anyhow::Result<Vec<Release>> {
         let mut releases = vec![Release::render("default values", &[])?];
-        for entry in std::fs::read_dir(chart().join("ci"))? {
-            let path = entry?.path();
-            let path = path.to_str().context("a path in UTF-8")?;
-            releases.push(Release::render(path, &["--values", path])?);
+        for folder in ["ci", "examples"] {
+            let before = releases.len();
+            for entry in std::fs::read_dir(chart().join(folder))? {
+                let path = entry?.path();
+                let path = path.to_str().context("a path in UTF-8")?;
+                releases.push(Release::render(path, &["--values", path])?);
+            }
+            ensure!(releases.len() > before, "no value files in {folder}/");
         }
-        ensure!(releases.len() > 1, "no value files in ci/");
         Ok(releases)
     }
 

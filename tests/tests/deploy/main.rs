@@ -285,13 +285,38 @@ fn pods_can_do_little() -> anyhow::Result<()> {
             for reach in ["hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"] {
                 assert_eq!(pod[reach], Value::Null, "{}", release.name);
             }
-            ensure!(list(&pod["volumes"]).iter().all(|v| v["hostPath"].is_null()), "{}", release.name);
+            // The folder where workers of a node meet, if there is one.
+            let of_the_host = |v: &Value| !v["hostPath"].is_null() && v["name"] != "sockets";
+            ensure!(!list(&pod["volumes"]).iter().any(of_the_host), "{}", release.name);
             for container in list(&pod["containers"]) {
                 let own = &container["securityContext"];
                 assert_eq!(own["allowPrivilegeEscalation"], false);
                 assert_eq!(own["readOnlyRootFilesystem"], true);
                 assert_eq!(own["capabilities"], serde_json::json!({"drop": ["ALL"]}));
             }
+        }
+    }
+    Ok(())
+}
+
+/// Workers ask for the devices, the second network and the right to lock memory; routers do not.
+#[test]
+fn rdma_is_for_workers() -> anyhow::Result<()> {
+    let values = "workers.config.transport=ucx,workers.rdma.resource=rdma/hca,workers.rdma.devices=2,workers.rdma.network=infra/roce";
+    let release = Release::render("rdma", &["--set", values, "--set", "workers.rdma.ipcLock=true"])?;
+    for role in ROLES {
+        let (_, container) = release.pod(role)?;
+        let template = &release.one("Deployment", role)?["spec"]["template"];
+        let network = &template["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"];
+        let (devices, added) =
+            (&container["resources"]["limits"]["rdma/hca"], &container["securityContext"]["capabilities"]["add"]);
+        match role {
+            "router" => assert_eq!((network, devices, added), (&Value::Null, &Value::Null, &Value::Null), "{role}"),
+            _ => assert_eq!(
+                (network, devices, added),
+                (&"infra/roce".into(), &2.into(), &serde_json::json!(["IPC_LOCK"])),
+                "{role}"
+            ),
         }
     }
     Ok(())

@@ -71,6 +71,9 @@
     {{- end -}}
   {{- end -}}
 {{- end -}}
+{{- if and .Values.workers.rdma.resource (not (include "baton.ucxPorts" (dict "root" . "role" "decode"))) -}}
+  {{- fail "workers.rdma.resource is set, but workers.config.transport is not ucx, so KV would not go by RDMA; set it to ucx, or workers.rdma.resource to \"\"" -}}
+{{- end -}}
 {{- range $role := list "router" "prefill" "decode" -}}
   {{- $c := get $.Values $role -}}
   {{- with $c.autoscaling -}}

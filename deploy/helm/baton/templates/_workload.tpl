@@ -81,6 +81,9 @@ every new chart. Takes root and role. */}}
 {{- $port := (include "baton.ports" .root | fromYaml).admin | toString -}}
 {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" $port "prometheus.io/path" "/metrics") -}}
 {{- end -}}
+{{- if and (ne .role "router") .root.Values.workers.rdma.network -}}
+{{- $_ := set $annotations "k8s.v1.cni.cncf.io/networks" .root.Values.workers.rdma.network -}}
+{{- end -}}
 {{- /* The binary reads its file once: another file means another pod. */ -}}
 {{- $_ := set $annotations "checksum/config" (include "baton.settings" . | sha256sum) -}}
 {{- toYaml (mergeOverwrite (deepCopy $c.podAnnotations) $annotations) -}}
@@ -144,7 +147,7 @@ containers:
           command: [sleep, {{ $c.preStopSeconds | quote }}]
     {{- end }}
     securityContext:
-      {{- toYaml $v.securityContext | nindent 6 }}
+      {{- include "baton.securityContext" . | nindent 6 }}
     {{- with include "baton.resources" . | fromYaml }}
     resources:
       {{- toYaml . | nindent 6 }}
@@ -211,11 +214,26 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* What a container of the role gets. A worker asks for the disk that its own copy of the model may take. Takes root and role. */}}
+{{/* Takes root and role. */}}
+{{- define "baton.securityContext" -}}
+{{- $context := deepCopy .root.Values.securityContext -}}
+{{- if and (ne .role "router") .root.Values.workers.rdma.ipcLock -}}
+  {{- $capabilities := $context.capabilities | default dict -}}
+  {{- $_ := set $context "capabilities" (set $capabilities "add" (append ($capabilities.add | default list) "IPC_LOCK")) -}}
+{{- end -}}
+{{- toYaml $context -}}
+{{- end -}}
+
+{{/* What a container of the role gets. A worker asks for its RDMA devices, and for the disk that its own copy of the model may take. Takes
+root and role. */}}
 {{- define "baton.resources" -}}
 {{- $c := get .root.Values .role -}}
 {{- $cache := .root.Values.modelCache -}}
 {{- $resources := deepCopy ($c.resources | default dict) -}}
+{{- $rdma := .root.Values.workers.rdma -}}
+{{- if and (ne .role "router") $rdma.resource -}}
+  {{- $resources = merge $resources (dict "limits" (dict $rdma.resource (int $rdma.devices))) -}}
+{{- end -}}
 {{- if and (ne .role "router") (eq $cache.type "emptyDir") $cache.emptyDir.sizeLimit (include "baton.modelIsFetched" .root) -}}
   {{- $disk := dict "requests" (dict "ephemeral-storage" $cache.emptyDir.sizeLimit) -}}
   {{- $resources = merge $resources $disk -}}
@@ -397,11 +415,22 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The user's affinity, and that of prefill to decode unless the user has a pod affinity of their own. Takes root and role. */}}
+{{/* The user's affinity, whose terms without a labelSelector mean the pods of the role, and that of prefill to decode unless the user has a
+pod affinity of their own. Takes root and role. */}}
 {{- define "baton.affinity" -}}
 {{- $c := get .root.Values .role -}}
 {{- $near := $c.nearDecode | default "none" -}}
 {{- $affinity := deepCopy $c.affinity -}}
+{{- $own := dict "matchLabels" (include "baton.selector" . | fromYaml) -}}
+{{- range $kind := list "podAffinity" "podAntiAffinity" -}}
+  {{- $pods := get $affinity $kind | default dict -}}
+  {{- range $pods.requiredDuringSchedulingIgnoredDuringExecution -}}
+    {{- $_ := set . "labelSelector" (.labelSelector | default $own) -}}
+  {{- end -}}
+  {{- range $pods.preferredDuringSchedulingIgnoredDuringExecution -}}
+    {{- $_ := set .podAffinityTerm "labelSelector" (.podAffinityTerm.labelSelector | default $own) -}}
+  {{- end -}}
+{{- end -}}
 {{- if ne $near "none" -}}
 {{- $labels := include "baton.selector" (dict "root" .root "role" "decode") | fromYaml -}}
 {{- $term := dict "labelSelector" (dict "matchLabels" $labels) "topologyKey" $c.nearDecodeTopologyKey -}}
