@@ -22,6 +22,9 @@ pub struct Load {
 /// What a worker loads that has `cached` tokens of the prompt in its pool, if it loads any. It decides so itself, by what it measured of each
 /// tier; this is about the same.
 pub(super) fn load(worker: &Candidate<'_>, load: &Backlog, cached: u32, request: &PlacementInput<'_>) -> Option<Load> {
+    if request.held.stored.is_empty() {
+        return None;
+    }
     let size = request.block_size.max(1);
     let most = request.tokens.saturating_sub(1) / size * size;
     let tokens = request.stored(worker.id).saturating_mul(size).min(most);

@@ -89,46 +89,46 @@ impl Placement for Predicted {
 }
 
 /// An option: where the request may run, and what is predicted there.
-struct Weighed {
+struct Weighed<'a> {
     placed: Placed,
     terms: Terms,
     sum: f64,
-    /// Of options that are alike: tokens of the prompt that the workers lack, whether they have to open a session first, and requests of this
-    /// router at the one that computes them.
-    rank: (u32, bool, u32),
-    fetch: Option<Fetch>,
-    load: Option<Load>,
+    /// Tokens of the prompt that the workers lack.
+    missing: u32,
+    /// The worker that computes.
+    computes: &'a Outlook<'a>,
 }
 
-impl Weighed {
+impl<'a> Weighed<'a> {
     fn of(
         terms: Terms,
         missing: u32,
-        decode: &Outlook<'_>,
-        prefill: Option<&Outlook<'_>>,
+        decode: &'a Outlook<'a>,
+        prefill: Option<&'a Outlook<'a>>,
         request: &PlacementInput<'_>,
-    ) -> Weighed {
+    ) -> Weighed<'a> {
         let placed = Placed { decode: decode.worker.id, prefill: prefill.map(|prefill| prefill.worker.id) };
         let computes = prefill.unwrap_or(decode);
-        let opens = prefill.is_some_and(|prefill| !prefill.worker.links.is_open(decode.worker.id));
-        let rank = (missing, opens, computes.worker.in_flight);
-        Weighed {
-            placed,
-            sum: terms.sum(),
-            terms: terms.delayed(request.delays),
-            rank,
-            fetch: computes.fetch,
-            load: computes.loads,
-        }
+        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), missing, computes }
+    }
+}
+
+impl Weighed<'_> {
+    /// Of options that are alike: tokens of the prompt that the workers lack, whether they have to open a session first, and requests of this
+    /// router at the one that computes them.
+    fn rank(&self) -> (u32, bool, u32) {
+        let Placed { decode, prefill } = self.placed;
+        let opens = prefill.is_some() && !self.computes.worker.links.is_open(decode);
+        (self.missing, opens, self.computes.worker.in_flight)
     }
 }
 
 /// The option with the least sum, of those that meet the SLO. Of options that are alike, the one that has most of the prompt, then one that
 /// needs no new session between its workers, then the one whose worker has fewer requests of this router, then each in turn. So idle workers
 /// do not all come to have sessions with each other, each of which takes a thread at both ends.
-fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
-    let meets = |option: &&Weighed| request.slo.missed(&option.terms).is_none();
-    let by_sum = |a: &&Weighed, b: &&Weighed| a.sum.total_cmp(&b.sum);
+fn least(options: &[Weighed<'_>], request: &PlacementInput<'_>) -> Result<Chosen, PlacementError> {
+    let meets = |option: &&Weighed<'_>| request.slo.missed(&option.terms).is_none();
+    let by_sum = |a: &&Weighed<'_>, b: &&Weighed<'_>| a.sum.total_cmp(&b.sum);
     let Some(best) = options.iter().filter(meets).min_by(by_sum) else {
         let missed = options.iter().filter_map(|option| request.slo.missed(&option.terms));
         let least = missed.min_by(|a, b| a.by().total_cmp(&b.by()));
@@ -137,12 +137,12 @@ fn least(options: &[Weighed], request: &PlacementInput<'_>) -> Result<Chosen, Pl
         return Err(least.map_or(none, |missed| PlacementError::Late(Box::new(missed))));
     };
     let alike = options.iter().filter(|option| option.sum <= best.sum + ALIKE).filter(meets);
-    let Weighed { placed, terms, fetch, load, .. } =
-        *alike.min_by_key(|option| (option.rank, mix(option.placed, request.turn))).unwrap_or(best);
+    let Weighed { placed, terms, computes: Outlook { fetch, loads: load, .. }, .. } =
+        *alike.min_by_key(|option| (option.rank(), mix(option.placed, request.turn))).unwrap_or(best);
     let next = options.iter().filter(|other| other.placed != placed).min_by(by_sum);
     let next = next.map(|next| (next.placed, next.terms));
     let why = Some(Why { terms, next, considered: options.len() as u32 });
-    Ok(Chosen { placed, why, number: 0, late: false, fetch, load })
+    Ok(Chosen { placed, why, number: 0, late: false, fetch: *fetch, load: *load })
 }
 
 /// A number that orders equals, another one in each turn.
@@ -188,21 +188,22 @@ impl<'a> Outlook<'a> {
         let load = Backlog { cost: cost(&load, usual, request), ..load };
         let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
         // How long it waits, and then computes, where it has so many tokens after so many seconds: they come while the prompt waits.
-        let after = |seconds: f64, tokens: u32| {
+        let after = |seconds: f64, tokens: u32, computes: f64| {
             let waits = load.wait((request.tokens - tokens).into());
-            (waits, (seconds - waits).max(0.0) + prompt(tokens))
+            (waits, (seconds - waits).max(0.0) + computes)
         };
         let loads = loads(worker, &load, cached, request);
         let (loaded, load_seconds) = loads.map_or((cached, 0.0), |loads| (loads.tokens, loads.seconds));
-        let with_load = after(load_seconds, loaded);
+        let computes_all = prompt(loaded);
+        let with_load = after(load_seconds, loaded, computes_all);
         // A fetch brings all that is not in the pool, also what the store has.
         let fetch = source.and_then(|source| source.fetch(worker, &load, cached, request));
-        let fetch = fetch.map(|fetch| (fetch, after(fetch.seconds, fetch.tokens)));
+        let fetch = fetch.map(|fetch| (fetch, after(fetch.seconds, fetch.tokens, prompt(fetch.tokens))));
         let fetch = fetch.filter(|(_, with)| loads.is_none() || with.0 + with.1 < with_load.0 + with_load.1);
         let (waits, computes) = fetch.map_or(with_load, |(_, with)| with);
         let fetch = fetch.map(|(fetch, _)| fetch);
         let before = fetch.map_or(loaded, |fetch| fetch.tokens);
-        let (loads, computes_all) = (loads.filter(|_| fetch.is_none()), prompt(loaded));
+        let loads = loads.filter(|_| fetch.is_none());
         Outlook { worker, load, cached, loaded, before, waits, computes, computes_all, fetch, loads, load_seconds }
     }
 
