@@ -6,7 +6,8 @@
 //! | save | blocks that the store's thread reads | the store says that it has read them |
 //!
 //! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]), and so does another worker that is to be served
-//! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by block, as far as the store lacks it.
+//! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by
+//! block, as far as the store lacks it.
 
 use std::collections::BTreeMap;
 

@@ -251,11 +251,12 @@ impl<R: RoleCore> WorkerCore<R> {
         exchange.command(Desk { engine, events, draining: *draining }, layout, command, exchange_effects);
     }
 
-    /// The load that has to end before a prefix can be served, if not too many wait already (I5).
+    /// The load that has to end before a prefix can be served, if not all of it is here, and not too many wait already (I5).
     fn load_before(&self, command: &exchange::Command) -> Option<SeqId> {
         let exchange::Command::Serve { prefix, .. } = command else { return None };
-        let load = self.tiers.brings(prefix, self.engine.block_size())?;
-        (self.loading.len() < MOST_EXCHANGES).then_some(load)
+        let size = self.engine.block_size();
+        let waits = self.engine.here(&prefix.prefix, &prefix.tokens) < prefix.moves(size);
+        self.tiers.brings(prefix, size).filter(|_| waits && self.loading.len() < MOST_EXCHANGES)
     }
 
     /// Serves what waited for loads that have ended, however they ended.

@@ -72,7 +72,7 @@ mod tests {
     use baton_types::WorkerId;
 
     use super::*;
-    use crate::placement::{Chosen, Delays, Held, Links, Placement, Predicted, Slo};
+    use crate::placement::{Chosen, Held, Links, Placement, Predicted, tests};
 
     /// What prompts of 4,000 tokens take: 0.8 seconds to compute.
     const COST: StepCost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
@@ -80,20 +80,10 @@ mod tests {
     /// A prompt of 4,000 tokens, of which the first prefill worker says that it holds 3,200.
     const HOLDERS: [Holder; 1] = [Holder { worker: WorkerId(1), blocks: 200 }];
     const ASK: PlacementInput<'static> = PlacementInput {
-        model: "m",
         tokens: 4000,
         answer: 10,
-        block_size: 16,
-        slo: Slo { first_token: None, token: None, deadline: None },
-        late: f64::INFINITY,
-        delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
-        split: true,
-        decode: None,
-        avoid: &[],
-        sent: None,
         held: Held { blocks: 250, by: &HOLDERS, stored: &[] },
-        apart: &[],
-        turn: 0,
+        ..tests::ASK
     };
 
     /// Two prefill workers and a decode worker that exchange prefixes; the first one has this much to compute.
@@ -102,17 +92,8 @@ mod tests {
             let work = StepWork { tokens, ..StepWork::default() };
             Some(Backlog { work, room: 1000, step_tokens: 512, cost: COST, ..Backlog::default() })
         };
-        let worker = |id, role, queued| Candidate {
-            id: WorkerId(id),
-            role,
-            model: "m",
-            layout: 1,
-            draining: false,
-            in_flight: 0,
-            load: load(queued),
-            links,
-            exchanges: 9,
-        };
+        let worker =
+            |id, role, queued| Candidate { load: load(queued), links, exchanges: 9, ..tests::worker(id, role) };
         [worker(1, Role::Prefill, queued), worker(2, Role::Prefill, 0), worker(11, Role::Decode, 0)]
     }
 

@@ -22,7 +22,7 @@ impl Links {
     /// Nothing is said.
     pub const NONE: Links = Links { token_bytes: 0, rates: Vec::new(), usual: 0.0, load: 0.0 };
 
-    /// What was said: bytes of a token's KV, and bytes per second to each worker. Rates that are none are left out.
+    /// What was said: bytes of a token's KV, and bytes per second to each worker. Rates that cannot be are left out.
     pub fn new(token_bytes: u32, rates: impl Iterator<Item = (WorkerId, f64)>) -> Links {
         let mut rates: Vec<_> = rates.filter(|(_, rate)| rate.is_finite() && *rate >= 1.0).collect();
         rates.sort_unstable_by_key(|(worker, _)| *worker);
@@ -30,7 +30,7 @@ impl Links {
         Links { token_bytes, usual: sum / rates.len().max(1) as f64, rates, load: 0.0 }
     }
 
-    /// The same with so many seconds that a token takes from the worker's own store. What can be none counts as no store.
+    /// The same, with the seconds that a token takes from the worker's own store. Not finite, or not above 0: it has no store.
     #[must_use]
     pub fn with_load(self, seconds: f64) -> Links {
         Links { load: if seconds.is_finite() { seconds.max(0.0) } else { 0.0 }, ..self }

@@ -19,22 +19,29 @@ pub struct Load {
     pub seconds: f64,
 }
 
-/// What a worker loads that has `cached` tokens of the prompt in its pool, if it loads any. It decides so itself, by what it measured of each
-/// tier; this is about the same.
-pub(super) fn load(worker: &Candidate<'_>, load: &Backlog, cached: u32, request: &PlacementInput<'_>) -> Option<Load> {
-    if request.held.stored.is_empty() {
-        return None;
+impl Load {
+    /// What a worker loads that has `cached` tokens of the prompt in its pool, if it loads any. It decides so itself, by what it measured of each
+    /// tier; this is about the same.
+    pub(super) fn of(
+        worker: &Candidate<'_>,
+        backlog: &Backlog,
+        cached: u32,
+        request: &PlacementInput<'_>,
+    ) -> Option<Load> {
+        if request.held.stored.is_empty() {
+            return None;
+        }
+        let size = request.block_size.max(1);
+        let most = request.tokens.saturating_sub(1) / size * size;
+        let tokens = request.stored(worker.id).saturating_mul(size).min(most);
+        let lacks = tokens.saturating_sub(cached);
+        if lacks < LEAST {
+            return None;
+        }
+        let seconds = worker.links.load()? * f64::from(lacks);
+        let prompt = |from: u32| backlog.prompt(from.into(), request.tokens.into());
+        (prompt(cached) - prompt(tokens) > seconds).then_some(Load { at: worker.id, tokens, seconds })
     }
-    let size = request.block_size.max(1);
-    let most = request.tokens.saturating_sub(1) / size * size;
-    let tokens = request.stored(worker.id).saturating_mul(size).min(most);
-    let lacks = tokens.saturating_sub(cached);
-    if lacks < LEAST {
-        return None;
-    }
-    let seconds = worker.links.load()? * f64::from(lacks);
-    let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
-    (prompt(cached) - prompt(tokens) > seconds).then_some(Load { at: worker.id, tokens, seconds })
 }
 
 #[cfg(test)]
@@ -44,39 +51,25 @@ mod tests {
 
     use super::*;
     use crate::kv_index::Holder;
-    use crate::placement::{Chosen, Delays, Held, Links, Placement, Predicted, Slo};
+    use crate::placement::{Chosen, Held, Links, Placement, Predicted, tests};
 
     /// What prompts of 4,000 tokens take: 0.8 seconds to compute.
     const COST: StepCost = StepCost { base: 8e-3, row: 2e-4, context: 1e-7, chunk: 4e-3, token: 2e-4, pair: 0.0 };
     /// A prompt of 4,000 tokens, of which the second prefill worker says that it has 3,200 in its store.
     const STORED: [Holder; 1] = [Holder { worker: WorkerId(2), blocks: 200 }];
-    const ASK: PlacementInput<'static> = PlacementInput {
-        model: "m",
-        tokens: 4000,
-        answer: 10,
-        block_size: 16,
-        slo: Slo { first_token: None, token: None, deadline: None },
-        late: f64::INFINITY,
-        delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
-        split: true,
-        decode: None,
-        avoid: &[],
-        sent: None,
-        held: Held { blocks: 250, by: &[], stored: &STORED },
-        apart: &[],
-        turn: 0,
-    };
+    const ASK: PlacementInput<'static> =
+        PlacementInput { tokens: 4000, answer: 10, held: Held { blocks: 250, by: &[], stored: &STORED }, ..tests::ASK };
+
+    /// A worker with so many tokens to compute.
+    fn worker(id: u64, role: Role, queued: u64, links: &Links) -> Candidate<'_> {
+        let work = StepWork { tokens: queued, ..StepWork::default() };
+        let load = Some(Backlog { work, room: 1000, step_tokens: 512, cost: COST, ..Backlog::default() });
+        Candidate { load, links, ..tests::worker(id, role) }
+    }
 
     /// Where a prompt goes that loads at so many seconds a token, of two prefill workers of which the second has so much to compute.
     fn place(seconds: f64, queued: u64, ask: &PlacementInput<'_>) -> Chosen {
         let (none, links) = (Links::NONE, Links::NONE.with_load(seconds));
-        let worker = |id, role, queued, links| {
-            let work = StepWork { tokens: queued, ..StepWork::default() };
-            let load = Backlog { work, room: 1000, step_tokens: 512, cost: COST, ..Backlog::default() };
-            let load = Some(load);
-            let (id, in_flight, exchanges) = (WorkerId(id), 0, 0);
-            Candidate { id, role, model: "m", layout: 1, draining: false, in_flight, load, links, exchanges }
-        };
         let view = [
             worker(1, Role::Prefill, 0, &none),
             worker(2, Role::Prefill, queued, &links),
@@ -107,12 +100,7 @@ mod tests {
     #[test]
     fn what_a_decode_worker_loads_takes_its_time() {
         let (none, links) = (Links::NONE, Links::NONE.with_load(1e-4));
-        let worker = |id, role, links| {
-            let load = Some(Backlog { room: 1000, step_tokens: 512, cost: COST, ..Backlog::default() });
-            let (id, in_flight, exchanges) = (WorkerId(id), 0, 0);
-            Candidate { id, role, model: "m", layout: 1, draining: false, in_flight, load, links, exchanges }
-        };
-        let view = [worker(1, Role::Prefill, &none), worker(2, Role::Decode, &links)];
+        let view = [worker(1, Role::Prefill, 0, &none), worker(2, Role::Decode, 0, &links)];
         let terms = |ask: &PlacementInput<'_>| Predicted::new(0).place(&view, ask).unwrap().why.unwrap().terms;
         let (with, without) = (terms(&ASK), terms(&PlacementInput { held: Held { stored: &[], ..ASK.held }, ..ASK }));
         assert!((0.31..0.33).contains(&with.room) && without.room == 0.0, "0.32 s for 3,200 tokens: {with:?}");

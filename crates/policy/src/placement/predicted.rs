@@ -14,7 +14,6 @@ use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
 
 use super::fetching::Source;
-use super::loading::load as loads;
 use super::{Candidate, Chosen, Eligible, Fetch, Load, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
 
 /// Decode workers that are tried with each prefill worker: those with the least time of their own.
@@ -111,9 +110,7 @@ impl<'a> Weighed<'a> {
         let computes = prefill.unwrap_or(decode);
         Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), missing, computes }
     }
-}
 
-impl Weighed<'_> {
     /// Of options that are alike: tokens of the prompt that the workers lack, whether they have to open a session first, and requests of this
     /// router at the one that computes them.
     fn rank(&self) -> (u32, bool, u32) {
@@ -192,7 +189,7 @@ impl<'a> Outlook<'a> {
             let waits = load.wait((request.tokens - tokens).into());
             (waits, (seconds - waits).max(0.0) + computes)
         };
-        let loads = loads(worker, &load, cached, request);
+        let loads = Load::of(worker, &load, cached, request);
         let (loaded, load_seconds) = loads.map_or((cached, 0.0), |loads| (loads.tokens, loads.seconds));
         let computes_all = prompt(loaded);
         let with_load = after(load_seconds, loaded, computes_all);

@@ -10,7 +10,7 @@ use super::*;
 
 static UNTOLD: Links = Links::NONE;
 
-fn worker(id: u64, role: Role) -> Candidate<'static> {
+pub(super) fn worker(id: u64, role: Role) -> Candidate<'static> {
     let (id, links) = (WorkerId(id), &UNTOLD);
     Candidate { id, role, model: "m", layout: 1, draining: false, in_flight: 0, load: None, links, exchanges: 0 }
 }
@@ -25,7 +25,7 @@ fn view() -> Vec<Candidate<'static>> {
     ]
 }
 
-const ASK: PlacementInput<'static> = PlacementInput {
+pub(super) const ASK: PlacementInput<'static> = PlacementInput {
     model: "m",
     tokens: 100,
     answer: 100,
