@@ -3,13 +3,14 @@
 //! A load verifies each layer of each block while it is copied, and of what went to a device what came to be there (I2). Whatever comes of it,
 //! nothing writes to the blocks any more once it is over (I3).
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, BlockName, Decline, Part};
+use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
 use baton_roles::tiers::{Move, is_hole};
 use baton_store::{Filling, Got, KvStore, Pending, Reading};
 use baton_transfer::{
@@ -83,6 +84,7 @@ impl Device {
 #[derive(Debug)]
 struct Written {
     name: BlockName,
+    tier: Tier,
     bytes: usize,
     offset: usize,
     lane: u64,
@@ -122,9 +124,11 @@ impl Copier {
         });
         match there {
             Ok(None) if whole => {
-                // Writing and digesting go on after the last block was read.
+                // Writing and digesting go on after the last block was read. Where it came from both tiers, it was as slow as the disk.
                 let bytes = written.iter().map(|written| written.bytes).sum();
-                paces.iter().for_each(|pace| follow(pace, begun.elapsed(), bytes));
+                let slowest =
+                    if written.iter().any(|written| written.tier == Tier::Disk) { Tier::Disk } else { Tier::Host };
+                follow(&paces[place(slowest)], begun.elapsed(), bytes);
                 true
             }
             Ok(None) => false,
@@ -197,7 +201,7 @@ impl Copier {
                     Ok(queue) => queue,
                     Err(error) => return cannot(&error),
                 };
-                let name = reading.block().key.name;
+                let (name, tier) = (reading.block().key.name, reading.tier());
                 let parts: Vec<Part> = self.store.shape().parts(reading.block().key.groups).collect();
                 let wanted = parts.iter().zip(reading.block().digests.iter());
                 let wanted = wanted.filter_map(|(part, digest)| Some((part, *digest, target(part)?)));
@@ -206,14 +210,15 @@ impl Copier {
                     bytes += range.len();
                     ranges.push((range.start, range.len()));
                     let (bytes, offset, lane) = (range.len(), range.start, part.first_lane);
-                    written.push(Written { name, bytes, offset, lane, digest });
+                    written.push(Written { name, tier, bytes, offset, lane, digest });
                 }
                 let mut staged = match queue.stage(bytes) {
                     Ok(staged) => &mut staged[..bytes],
                     Err(error) => return cannot(&error),
                 };
                 let copied = reading.copy_to(|part| {
-                    let (own, rest) = std::mem::take(&mut staged).split_at_mut(target(part)?.len());
+                    let bytes = target(part)?.len();
+                    let (own, rest) = std::mem::take(&mut staged).split_at_mut(bytes);
                     staged = rest;
                     Some(own)
                 });
@@ -245,13 +250,7 @@ impl Copier {
         let at = |part: &Part, blocks: &[BlockId]| geometry.block_range(part.group, part.layer, blocks[part.group]);
         let device = match &mut self.memory {
             Memory::Host(segment) => {
-                for (key, blocks) in keys {
-                    let filling = match self.store.put(key) {
-                        Ok(filling) => filling,
-                        Err(Decline::Held) => continue,
-                        // Nobody would find what comes after a gap.
-                        Err(Decline::Busy) => break,
-                    };
+                for (filling, _, blocks) in taken(keys, |key| self.store.put(key)) {
                     filling.copy_from(|part| {
                         let range = at(part, &blocks);
                         assert!(range.end <= segment.len(), "a block outside the pool");
@@ -266,13 +265,7 @@ impl Copier {
         };
         let (after, mut reads) = (device.memory.mark(), VecDeque::new());
         let queue = device.queue()?;
-        for (key, blocks) in keys {
-            let groups = key.groups;
-            let filling = match self.store.put(key) {
-                Ok(filling) => filling,
-                Err(Decline::Held) => continue,
-                Err(Decline::Busy) => break,
-            };
+        for (filling, groups, blocks) in taken(keys, |key| self.store.put(key)) {
             if reads.len() >= DEVICE_JOBS
                 && let Some(filling) = reads.pop_front()
             {
@@ -288,6 +281,17 @@ impl Copier {
         }
         Ok(())
     }
+}
+
+/// Of these blocks those that the store takes when it is offered them, each with its layer groups. None after one that it has no room for: nobody
+/// would find what comes after a gap.
+pub(super) fn taken<T>(
+    keys: Vec<(BlockKey, Vec<BlockId>)>,
+    offer: impl Fn(BlockKey) -> Result<T, Decline>,
+) -> impl Iterator<Item = (T, u32, Vec<BlockId>)> {
+    let offered = keys.into_iter().map(move |(key, blocks)| (key.groups, offer(key), blocks));
+    let offered = offered.take_while(|(_, taken, _)| !matches!(taken, Err(Decline::Busy)));
+    offered.filter_map(|(groups, taken, blocks)| Some((taken.ok()?, groups, blocks)))
 }
 
 fn cannot(error: &DeviceError) -> bool {
@@ -335,8 +339,7 @@ fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
 
 /// Gives the store a block whose parts follow each other.
 fn fill(filling: Filling, staged: &Staged) {
-    let mut rest = staged.bytes();
-    let rest = std::cell::Cell::new(std::mem::take(&mut rest));
+    let rest = Cell::new(staged.bytes());
     filling.copy_from(|part| {
         let (own, others) = rest.get().split_at(part.range.len());
         rest.set(others);

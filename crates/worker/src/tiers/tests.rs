@@ -4,6 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use baton_engine::HOLE;
 use baton_engine::fake::tiny_layout;
+use baton_kv_store::{BlockKey, Decline};
 use baton_transfer::conformance::{Broken, memory_over};
 use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Registrable, Segment};
 use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
@@ -101,6 +102,9 @@ fn what_the_store_has_and_nobody_wants_stays_there() {
         }
         let nothing = what([[HOLE, BlockId(2)], [HOLE, BlockId(4)]]);
         assert!(load(&mut to, &nothing), "nothing of the first block is wanted");
+        let second = what([[HOLE, BlockId(7)], [BlockId(1), BlockId(6)]]);
+        assert!(load(&mut to, &second), "the second layer group of the first block alone");
+        assert_eq!(bytes(&to, 1, BlockId(1)), bytes(&from, 1, BlockId(2)));
     }
 }
 
@@ -279,4 +283,35 @@ fn a_measured_pace_is_followed() {
     let pace = AtomicU64::new(1f64.to_bits());
     (0..100).for_each(|_| follow(&pace, Duration::from_micros(3), 1000));
     assert!((2.9..=3.0).contains(&f64::from_bits(pace.load(Ordering::Relaxed))));
+}
+
+/// Nobody finds what comes after a block that there was no room for.
+#[test]
+fn a_save_ends_where_the_store_has_no_room() {
+    let copier = copier(1, &store()).copier;
+    let mut long = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+    long.first = 0;
+    long.blocks = vec![[3, 0, 1].map(BlockId).to_vec(), [2, 5, 4].map(BlockId).to_vec()];
+    let keys = copier.keys(&long);
+    let names: Vec<BlockName> = keys.iter().map(|(key, _)| key.name).collect();
+    let saved = |answers: [Result<(), Decline>; 3]| {
+        let offer =
+            |key: BlockKey| answers[names.iter().position(|name| *name == key.name).unwrap()].map(|()| key.name);
+        copier::taken(keys.clone(), offer).map(|(name, ..)| name).collect::<Vec<_>>()
+    };
+    assert_eq!(saved([Err(Decline::Held), Ok(()), Ok(())]), names[1..], "what it has is no gap");
+    assert_eq!(saved([Ok(()), Err(Decline::Busy), Ok(())]), names[..1]);
+}
+
+/// What is measured of a load from one tier says nothing of the other one.
+#[test]
+fn the_pace_of_a_device_is_that_of_the_tier() {
+    let store = store();
+    let (mut from, mut to) = (copier(1, &store), on_device(99, &store));
+    let all = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+    from.copier.save(&all);
+    let paces = [1e9, 1e9].map(|pace: f64| AtomicU64::new(pace.to_bits()));
+    assert!(to.copier.load(&all, &AtomicBool::new(false), &paces));
+    let now = paces.each_ref().map(|pace| f64::from_bits(pace.load(Ordering::Relaxed)));
+    assert!(now[0] < 1e9 && now[1] == 1e9, "{now:?}");
 }
