@@ -2,6 +2,7 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
 mod copier;
+mod memory;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +17,8 @@ use baton_roles::tiers::{Command, Effect, Move};
 use baton_runtime::metrics as names;
 use baton_store::{KvStore, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
-use copier::{Copier, Memory};
+use copier::Copier;
+use memory::Memory;
 use metrics::{counter, gauge};
 
 use crate::error::{WorkerError, check};

@@ -3,29 +3,23 @@
 //! A load verifies each layer of each block while it is copied, and of what went to a device what came to be there (I2). Whatever comes of it,
 //! nothing writes to the blocks any more once it is over (I3).
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
+use baton_kv_store::{BlockKey, Decline, Part, Tier};
 use baton_roles::tiers::{Move, is_hole};
-use baton_store::{Filling, Got, KvStore, Pending, Reading};
-use baton_transfer::{
-    DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, Pool, Segment, Staged, TransferError,
-};
+use baton_store::{Got, KvStore, Pending, Reading};
+use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
+use super::memory::{Memory, Written, fill, read, verify};
 use super::{follow, place};
 
 /// How long the disk is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
-/// How long a device's job is waited for at a time.
-const JOB: Duration = Duration::from_micros(100);
-/// Most runs that a device digests at once.
-const RUNS: usize = 1024;
 
 /// Copies blocks between the pool's memory and the store. For one thread.
 pub(super) struct Copier {
@@ -36,59 +30,6 @@ pub(super) struct Copier {
     pub ahead: usize,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
-}
-
-/// The pool's memory, as one thread reaches it.
-pub(super) enum Memory {
-    Host(Arc<Segment>),
-    Device(Device),
-}
-
-impl Memory {
-    pub fn of(pool: &Pool) -> Result<Memory, TransferError> {
-        let failed = |DeviceError(cause)| TransferError::Device { what: "open a queue", cause };
-        Ok(match pool {
-            Pool::Host(segment) => Memory::Host(Arc::clone(segment)),
-            Pool::Device(memory) => {
-                let queue = Some(memory.queue().map_err(failed)?);
-                Memory::Device(Device { memory: Arc::clone(memory), queue })
-            }
-        })
-    }
-
-    /// Ends what a copy that failed has left under way: the next one must not take it for its own. Waits for it.
-    fn give_up(&mut self) {
-        if let Memory::Device(device) = self {
-            device.queue = None;
-        }
-    }
-}
-
-/// A device's memory with a queue to it.
-pub(super) struct Device {
-    pub memory: Arc<dyn DeviceMemory>,
-    /// `None` after a failure, until a new one can be opened.
-    pub queue: Option<Box<dyn DeviceQueue>>,
-}
-
-impl Device {
-    fn queue(&mut self) -> Result<&mut dyn DeviceQueue, DeviceError> {
-        if self.queue.is_none() {
-            self.queue = Some(self.memory.queue()?);
-        }
-        self.queue.as_deref_mut().ok_or_else(|| DeviceError("it has no queue".into())).map(|queue| queue as _)
-    }
-}
-
-/// What was written to a device, and what its digest must be there.
-#[derive(Debug)]
-struct Written {
-    name: BlockName,
-    tier: Tier,
-    bytes: usize,
-    offset: usize,
-    lane: u64,
-    digest: u64,
 }
 
 impl Copier {
@@ -308,41 +249,4 @@ fn wait_for(mut pending: Pending, given_up: &AtomicBool) -> Option<Reading> {
             None => {}
         }
     }
-}
-
-/// The first block that is not in the device's memory as it was to be written there.
-fn verify(queue: &mut dyn DeviceQueue, written: &mut [Written]) -> Result<Option<BlockName>, DeviceError> {
-    written.sort_by_key(|written| written.bytes);
-    for alike in written.chunk_by(|one, other| one.bytes == other.bytes) {
-        for some in alike.chunks(RUNS) {
-            let runs: Vec<_> = some.iter().map(|written| (written.offset, written.lane)).collect();
-            let digests = queue.digests(&runs, some[0].bytes)?;
-            let differs = some.iter().zip(&digests).find(|(written, digest)| written.digest != **digest);
-            if let Some((written, _)) = differs {
-                return Ok(Some(written.name));
-            }
-        }
-    }
-    Ok(None)
-}
-
-/// Waits for the oldest read.
-fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
-    loop {
-        match queue.poll()? {
-            Some(JobDone::Read(staged)) => return Ok(staged),
-            Some(JobDone::Digests(_)) => return Err(DeviceError("a job that nobody asked for is done".into())),
-            None => std::thread::sleep(JOB),
-        }
-    }
-}
-
-/// Gives the store a block whose parts follow each other.
-fn fill(filling: Filling, staged: &Staged) {
-    let rest = Cell::new(staged.bytes());
-    filling.copy_from(|part| {
-        let (own, others) = rest.get().split_at(part.range.len());
-        rest.set(others);
-        own
-    });
 }
