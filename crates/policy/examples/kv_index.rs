@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use baton_membership::{Member, Role, View};
 use baton_policy::{
-    Ask, Backlog, BlockName, Fleet, KvChange, KvIndex, Outcome, Predicted, Slo, StepCost, StepWork, Subject, Verdict,
+    Ask, Backlog, BlockName, Fleet, Known, KvChange, KvIndex, Links, Outcome, Predicted, Slo, StepCost, StepWork,
+    Subject, Verdict,
 };
 use baton_types::{WorkerId, mix};
 
@@ -90,7 +91,10 @@ fn lookups(index: &KvIndex, workers: u64, conversations: u64) {
     }
 }
 
-/// A router's whole placement: the lookup, and the choice by predicted time, among all workers.
+/// Peers that each worker has sessions with.
+const PEERS: u64 = 64;
+
+/// A router's whole placement: the lookups, and the choice by predicted time, among all workers.
 fn placements(index: &KvIndex, workers: u64, conversations: u64) {
     let member = |id: u64| Member {
         id: WorkerId(id),
@@ -106,7 +110,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         context_tokens: 0,
         draining: false,
         late_targets: false,
-        exchanges: 0,
+        exchanges: 9,
     };
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)), 0);
     fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));
@@ -115,6 +119,9 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         let work = StepWork { tokens: mix(worker) % 10_000, rows: mix(worker) % 50, ..StepWork::default() };
         let load = Backlog { work, room: 1000, step_tokens: 8192, cost, ..Backlog::default() };
         fleet.told(WorkerId(worker), load, 1, Instant::now());
+        // Sessions with some of the decode workers, and a store.
+        let peers = (0..PEERS).map(|peer| (WorkerId(1 + 2 * (mix(worker ^ peer << 20) % (workers / 2))), 1e9));
+        fleet.linked(WorkerId(worker), Links::new(1 << 17, peers).with_load(1e-5));
         let outcome = Outcome::Worked(None);
         fleet.judge(Verdict { on: Subject::Worker(WorkerId(worker)), placed: Instant::now(), outcome }, Instant::now());
     }
@@ -126,9 +133,18 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let (tokens, avoid, slo) = (16 * names.len() as u32, Vec::new(), Slo::default());
             let begun = Instant::now();
             let held = index.find(&names, 64, turn as usize);
-            let ask =
-                Ask { split: true, decode: None, avoid, names, tokens, most: 1000, slo, class: Default::default() };
-            fleet.place(&ask, held.as_slice(), begun).expect("there are workers");
+            let ask = Ask {
+                split: true,
+                decode: None,
+                avoid,
+                names: Arc::clone(&names),
+                tokens,
+                most: 1000,
+                slo,
+                class: Default::default(),
+            };
+            let stored = index.find(&names, 16, turn as usize + 1);
+            fleet.place(&ask, Known { pool: &held, store: &stored }, begun).expect("there are workers");
             times.push(begun.elapsed());
         }
         times.sort_unstable();

@@ -14,8 +14,9 @@ use metrics::gauge;
 
 /// Most blocks in an index (I5), 160 million tokens: half a gigabyte for the tables of both copies at most.
 pub(super) const BLOCKS: usize = 10_000_000;
-/// Most holders that a placement looks at.
-const HOLDERS: usize = 64;
+/// Most holders that a placement looks at: of pools, and of stores, which hold little in common but what pools hold, too.
+pub(super) const IN_POOLS: usize = 64;
+pub(super) const IN_STORES: usize = 16;
 /// Changes that the copy of the placements may lack, in names of blocks.
 const LACKING: usize = 1 << 16;
 /// Most prompts that wait to be mentioned.
@@ -66,15 +67,15 @@ impl HeldBlocks {
 }
 
 impl HeldBlocks {
-    /// The workers that hold most of a prompt with these blocks, the one with most first. `turn`: see [`KvIndex::find`].
-    pub fn find(&self, names: &Arc<[BlockName]>, turn: usize) -> Vec<Holder> {
+    /// The workers that hold most of a prompt with these blocks, `most` of them, the one with most first. `turn`: see [`KvIndex::find`].
+    pub fn find(&self, names: &Arc<[BlockName]>, most: usize, turn: usize) -> Vec<Holder> {
         if self.ahead.load(Ordering::Relaxed)
             && let Ok(mut writing) = self.write.try_lock()
         {
             self.trade(&mut writing);
         }
         let index = Arc::clone(&self.read.read().unwrap_or_else(PoisonError::into_inner));
-        let (found, fills) = (index.find(names, HOLDERS, turn), index.fills());
+        let (found, fills) = (index.find(names, most, turn), index.fills());
         drop(index);
         if fills && !found.is_empty() {
             let mut mentions = self.mentions();
@@ -200,13 +201,13 @@ mod tests {
         for number in 1..20 {
             let told = KvChange { tally: None, ..change(number, number..number + 1) };
             assert_eq!(held.follow(worker, told), Followed::Yes, "a copy that missed one would see a gap");
-            let found = held.find(&names(50).into(), number as usize);
+            let found = held.find(&names(50).into(), IN_POOLS, number as usize);
             assert_eq!(found, [Holder { worker, blocks: number as u32 }]);
         }
         assert_eq!(held.follow(worker, change(21, 0..0)), Followed::Gap);
         held.leave(worker);
         let prompt = names(50).into();
-        assert_eq!((held.find(&prompt, 0), held.find(&prompt, 0)), (vec![], vec![]));
+        assert_eq!((held.find(&prompt, IN_POOLS, 0), held.find(&prompt, IN_POOLS, 0)), (vec![], vec![]));
     }
 
     /// Two placements may both see that the copies should trade places.
@@ -218,7 +219,7 @@ mod tests {
             for _ in 0..2 {
                 held.trade(&mut held.writing());
             }
-            assert_eq!(held.find(&names(9).into(), 0), [Holder { worker, blocks: number as u32 }]);
+            assert_eq!(held.find(&names(9).into(), IN_POOLS, 0), [Holder { worker, blocks: number as u32 }]);
         }
     }
 
@@ -238,10 +239,10 @@ mod tests {
         let (held, prompt) = (HeldBlocks::new(100, "pools"), names(20).into());
         held.follow(WorkerId(1), change(1, 1..21));
         for number in 2..40 {
-            held.find(&prompt, 0);
+            held.find(&prompt, IN_POOLS, 0);
             held.follow(WorkerId(1), change(number, 1000 * number..1000 * number + 10));
         }
-        assert_eq!(held.find(&prompt, 0), [Holder { worker: WorkerId(1), blocks: 20 }]);
+        assert_eq!(held.find(&prompt, IN_POOLS, 0), [Holder { worker: WorkerId(1), blocks: 20 }]);
     }
 
     #[test]
@@ -257,13 +258,13 @@ mod tests {
                 scope.spawn(|| {
                     let (names, mut most) = (names(2000).into(), 0);
                     for turn in 0..2000 {
-                        let blocks = held.find(&names, turn).first().map_or(0, |holder| holder.blocks);
+                        let blocks = held.find(&names, IN_POOLS, turn).first().map_or(0, |holder| holder.blocks);
                         assert!(blocks >= most, "a placement never sees less than an earlier one");
                         most = blocks;
                     }
                 });
             }
         });
-        assert_eq!(held.find(&names(2000).into(), 0)[0].blocks, 1999);
+        assert_eq!(held.find(&names(2000).into(), IN_POOLS, 0)[0].blocks, 1999);
     }
 }

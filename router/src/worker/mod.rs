@@ -35,7 +35,7 @@ use crate::config::{PlacementKind, RouterConfig};
 use crate::explain::Explanations;
 use crate::model::ServedModel;
 use crate::trace::Traces;
-use held::{BLOCKS, HeldBlocks};
+use held::{BLOCKS, HeldBlocks, IN_POOLS, IN_STORES};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 use fetch::Wish;
@@ -259,7 +259,8 @@ impl Workers {
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask, request: &RequestId) -> Placement {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let (pool, store) = (self.held.find(&ask.names, turn), self.stored.find(&ask.names, turn));
+        let pool = self.held.find(&ask.names, IN_POOLS, turn);
+        let store = self.stored.find(&ask.names, IN_STORES, turn);
         let chosen = self.fleet().place(ask, Known { pool: &pool, store: &store }, Instant::now().into_std());
         if let Ok(Chosen { placed, why: Some(_), load, .. }) = &chosen {
             let route = if placed.prefill.is_some() { "split" } else { "local" };

@@ -14,10 +14,14 @@ use baton_latency::{Backlog, StepCost, StepWork};
 use baton_membership::Role;
 
 use super::fetching::Source;
+use super::links::Link;
 use super::{Candidate, Chosen, Eligible, Fetch, Load, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
 
-/// Decode workers that are tried with each prefill worker: those with the least time of their own.
+/// Decode workers that are tried with each prefill worker: those with the least time of their own; of those that are alike, first what the best
+/// prefill workers have sessions with.
 const DECODES: usize = 4;
+/// Prefill workers that are tried with each of these: those with the least time of their own, with what others wait for it.
+const PREFILLS: usize = 16;
 /// Workers of a role that are looked at, beside those that hold the prompt. Of few random ones the best is nearly as good as the best of all
 /// (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
 const LOOKS_AT: usize = 32;
@@ -55,14 +59,16 @@ impl Placement for Predicted {
         let (eligible, usual) = (Eligible { view, request }, usual(view));
         let source = Source::of(view, request);
         let outlook = |worker| Outlook::of(worker, usual, source.as_ref(), request);
-        let prefills: Vec<_> = eligible.prefills().map(outlook).collect();
+        let mut prefills: Vec<_> = eligible.prefills().map(outlook).collect();
         let soon = Soon::of(&prefills);
+        let turn = |of: &Outlook| mix(Placed { decode: of.worker.id, prefill: None }, request.turn);
+        prefills.sort_by_cached_key(|prefill| ((prefill.costs(&soon) / ALIKE) as u64, turn(prefill)));
         let decodes = eligible.decode()?.into_iter().map(outlook);
         let mut decodes: Vec<_> = decodes.map(|decode| (decode.answer(&soon, request), decode)).collect();
-        let turn = |decode: &Outlook| mix(Placed { decode: decode.worker.id, prefill: None }, request.turn);
-        let opens = |decode: &Outlook| !prefills.iter().any(|prefill| prefill.worker.links.is_open(decode.worker.id));
+        let near = &prefills[..prefills.len().min(DECODES)];
+        let opens = |decode: &Outlook| !near.iter().any(|prefill| prefill.worker.links.is_open(decode.worker.id));
         decodes.sort_by_cached_key(|(answer, decode)| ((answer.sum() / ALIKE) as u64, opens(decode), turn(decode)));
-        let mut options = Vec::with_capacity(prefills.len() * DECODES + decodes.len());
+        let mut options = Vec::with_capacity(prefills.len().min(PREFILLS) * DECODES + decodes.len());
         let mut paired = 0;
         for (answer, decode) in &decodes {
             let short = request.decode.is_none() && decode.missing(request) <= self.local;
@@ -73,10 +79,12 @@ impl Placement for Predicted {
                 options.push(Weighed::of(terms, decode.missing(request), decode, None, request));
             }
             paired += usize::from(!alone);
-            for prefill in pairs.filter(|_| paired <= DECODES) {
-                let terms = prefill.split(decode, answer, &soon, request);
+            for prefill in pairs.take(PREFILLS).take_while(|_| paired <= DECODES) {
+                let link = prefill.worker.links.to(decode.worker.id);
+                let terms = prefill.split(decode, link, answer, &soon, request);
                 let missing = decode.missing(request).saturating_add(prefill.missing(request));
-                options.push(Weighed::of(terms, missing, decode, Some(prefill), request));
+                let option = Weighed::of(terms, missing, decode, Some(prefill), request);
+                options.push(Weighed { opens: !link.open, ..option });
             }
         }
         least(&options, request)
@@ -94,6 +102,8 @@ struct Weighed<'a> {
     sum: f64,
     /// Tokens of the prompt that the workers lack.
     missing: u32,
+    /// They have to open a session first.
+    opens: bool,
     /// The worker that computes.
     computes: &'a Outlook<'a>,
 }
@@ -108,15 +118,13 @@ impl<'a> Weighed<'a> {
     ) -> Weighed<'a> {
         let placed = Placed { decode: decode.worker.id, prefill: prefill.map(|prefill| prefill.worker.id) };
         let computes = prefill.unwrap_or(decode);
-        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), missing, computes }
+        Weighed { placed, sum: terms.sum(), terms: terms.delayed(request.delays), missing, opens: false, computes }
     }
 
     /// Of options that are alike: tokens of the prompt that the workers lack, whether they have to open a session first, and requests of this
     /// router at the one that computes them.
     fn rank(&self) -> (u32, bool, u32) {
-        let Placed { decode, prefill } = self.placed;
-        let opens = prefill.is_some() && !self.computes.worker.links.is_open(decode);
-        (self.missing, opens, self.computes.worker.in_flight)
+        (self.missing, self.opens, self.computes.worker.in_flight)
     }
 }
 
@@ -204,6 +212,11 @@ impl<'a> Outlook<'a> {
         Outlook { worker, load, cached, loaded, before, waits, computes, computes_all, fetch, loads, load_seconds }
     }
 
+    /// What a prompt costs at this prefill worker, whichever decode worker gets it.
+    fn costs(&self, soon: &Soon) -> f64 {
+        self.waits + self.computes + soon.behind * self.computes
+    }
+
     /// Tokens of the prompt that it has to compute, or to be handed.
     fn missing(&self, request: &PlacementInput<'_>) -> u32 {
         request.tokens - self.loaded
@@ -249,7 +262,14 @@ impl<'a> Outlook<'a> {
     }
 
     /// A prefill worker computes the prompt for this decode worker with its `answer`.
-    fn split(&self, decode: &Outlook<'_>, answer: &Terms, soon: &Soon, request: &PlacementInput<'_>) -> Terms {
+    fn split(
+        &self,
+        decode: &Outlook<'_>,
+        link: Link,
+        answer: &Terms,
+        soon: &Soon,
+        request: &PlacementInput<'_>,
+    ) -> Terms {
         let (queue, compute) = (self.waits, self.computes);
         // The decode worker loads what it has in its store before it lends blocks.
         let lends = answer.room + decode.load_seconds;
@@ -257,7 +277,7 @@ impl<'a> Outlook<'a> {
         let meanwhile = if queue >= request.late && answer.room < FULL { queue } else { 0.0 };
         let room = (lends - meanwhile).max(0.0);
         // Layers travel while others are computed.
-        let travels = self.worker.links.token(decode.worker.id) * f64::from(decode.missing(request));
+        let travels = link.token * f64::from(decode.missing(request));
         let handoff = answer.handoff.max(travels - compute);
         let later = decode.later(room + queue + compute, request);
         Terms { room, queue, compute, handoff, later, others: answer.others + soon.behind * compute, ..*answer }

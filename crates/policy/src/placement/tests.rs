@@ -407,6 +407,20 @@ fn of_pairs_that_are_alike_the_one_with_an_open_session_is_taken() {
     assert!((0..50).all(|turn| place(&view, turn).0 != 2));
 }
 
+/// Few prefill workers are tried with a decode worker: those that can hand over to it.
+#[test]
+fn workers_that_cannot_hand_over_are_in_nobodys_way() {
+    let mut view: Vec<_> = (21..60).map(|id| Candidate { layout: 2, ..worker(id, Role::Prefill) }).collect();
+    view.extend([worker(1, Role::Prefill), worker(11, Role::Decode)]);
+    view.iter_mut().for_each(|worker| worker.load = load(StepWork::default()));
+    view[39].load = queue(1000);
+    assert_eq!(ids(Predicted::new(0).place(&view, &LONG).unwrap()), (11, Some(1)));
+    // Of many that can, those that are sooner.
+    view.iter_mut().for_each(|worker| worker.layout = 1);
+    view[..39].iter_mut().for_each(|worker| worker.load = queue(2000));
+    assert_eq!(ids(Predicted::new(0).place(&view, &LONG).unwrap()), (11, Some(1)));
+}
+
 /// A wait of which nothing says when it ends is none for a deadline, reserved late or not.
 #[test]
 fn a_wait_for_blocks_that_nobody_knows_misses_no_deadline() {
