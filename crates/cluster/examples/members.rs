@@ -3,8 +3,8 @@
 //!
 //!     cargo run --release -p baton-cluster --example members -- [MEMBERS] [SECONDS] [TTL]
 //!
-//! 1,000 members, 30 seconds, and members that stay for 5 seconds without a renewal, unless given. First all join, then nothing changes but renewals, then as many as can be announce that they
-//! drain, one after another. etcd is the one that `tools/fetch-etcd` prints.
+//! 1,000 members, 30 seconds, and members that stay for 5 seconds without a renewal, unless given. First all join, then nothing changes but
+//! renewals, then as many as can be announce that they drain, one after another. etcd is the one that `tools/fetch-etcd` prints.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
