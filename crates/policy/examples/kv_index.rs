@@ -132,7 +132,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let names: Arc<[BlockName]> = conversation(chain(turn), blocks).into();
             let (tokens, avoid, slo) = (16 * names.len() as u32, Vec::new(), Slo::default());
             let begun = Instant::now();
-            let held = index.find(&names, 64, turn as usize);
+            let held = index.find(&names, 32, turn as usize);
             let ask = Ask {
                 split: true,
                 decode: None,

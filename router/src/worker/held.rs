@@ -15,7 +15,7 @@ use metrics::gauge;
 /// Most blocks in an index (I5), 160 million tokens: half a gigabyte for the tables of both copies at most.
 pub(super) const BLOCKS: usize = 10_000_000;
 /// Most holders that a placement looks at: of pools, and of stores, which hold little in common but what pools hold, too.
-pub(super) const IN_POOLS: usize = 64;
+pub(super) const IN_POOLS: usize = 32;
 pub(super) const IN_STORES: usize = 16;
 /// Changes that the copy of the placements may lack, in names of blocks.
 const LACKING: usize = 1 << 16;

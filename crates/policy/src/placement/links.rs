@@ -90,7 +90,8 @@ impl Links {
         self.rate(to).is_some()
     }
 
-    /// As [`Link::token`], but where none was measured at a nominal rate. None: the worker does not say how large its KV is.
+    /// Seconds that the KV of a token takes to this worker; where no rate at all was measured, at a nominal one. None: the worker
+    /// does not say how large its KV is.
     pub fn travels(&self, to: WorkerId) -> Option<f64> {
         let nominal = f64::from(self.token_bytes) / UNKNOWN;
         (self.token_bytes > 0).then(|| if self.rates.is_empty() { nominal } else { self.to(to).token })
