@@ -14,6 +14,7 @@ mod scale;
 mod shell;
 mod status;
 mod supervisor;
+mod terminal;
 mod up;
 
 use std::process::ExitCode;

@@ -28,6 +28,24 @@ pub struct Options {
     pub dry_run: bool,
     /// Also where an autoscaler is in charge.
     pub force: bool,
+    /// Takes each line of what is done.
+    pub say: Say,
+}
+
+/// Where lines for the user go.
+#[derive(Clone)]
+pub struct Say(Arc<dyn Fn(&str) + Send + Sync>);
+
+impl Say {
+    /// To this function.
+    pub fn to(say: impl Fn(&str) + Send + Sync + 'static) -> Say {
+        Say(Arc::new(say))
+    }
+
+    /// One line.
+    pub fn line(&self, line: &str) {
+        (self.0)(line);
+    }
 }
 
 /// A worker that goes.
@@ -100,6 +118,7 @@ fn options(matches: &ArgMatches) -> Options {
         timeout: matches.get_one("timeout").copied().unwrap_or(Duration::from_secs(600)),
         dry_run: matches.get_flag("dry-run"),
         force: matches.get_flag("force"),
+        say: Say::to(|line| println!("{line}")),
     }
 }
 
@@ -110,12 +129,17 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
     if wanted.roles().next().is_none() {
         bail!("nothing to do: give --prefill N, --decode M, or both");
     }
+    scale_to(matches, &wanted, &options).await
+}
+
+/// Makes it so many workers, of the cluster that the arguments name.
+pub async fn scale_to(matches: &ArgMatches, wanted: &Wanted, options: &Options) -> anyhow::Result<()> {
     if wanted.decode == Some(0) {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
     match reach(matches).await? {
-        Reach::Release(release) => kubernetes::scale(&release, &wanted, &options).await,
-        Reach::Registry(registry) => Up::find(registry).await?.scale(&wanted, &options).await,
+        Reach::Release(release) => kubernetes::scale(&release, wanted, options).await,
+        Reach::Registry(registry) => Up::find(registry).await?.scale(wanted, options).await,
     }
 }
 
@@ -123,9 +147,14 @@ pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
 pub async fn drain(matches: &ArgMatches) -> anyhow::Result<()> {
     let worker = matches.get_one::<String>("worker").cloned().unwrap_or_default();
     let (drain, options) = (Drain { worker, replace: matches.get_flag("replace") }, options(matches));
+    drain_one(matches, &drain, &options).await
+}
+
+/// Takes one worker out of service, of the cluster that the arguments name.
+pub async fn drain_one(matches: &ArgMatches, drain: &Drain, options: &Options) -> anyhow::Result<()> {
     match reach(matches).await? {
-        Reach::Release(release) => kubernetes::drain(&release, &drain, &options).await,
-        Reach::Registry(registry) => Up::find(registry).await?.drain(&drain, &options).await,
+        Reach::Release(release) => kubernetes::drain(&release, drain, options).await,
+        Reach::Registry(registry) => Up::find(registry).await?.drain(drain, options).await,
     }
 }
 
@@ -155,10 +184,10 @@ impl Up {
     async fn scale(mut self, wanted: &Wanted, options: &Options) -> anyhow::Result<()> {
         let view = Arc::clone(&*self.registry.views.borrow());
         for (role, to) in wanted.roles() {
-            println!("{}: {} -> {to} workers", role.as_str(), Up::count(&view, role));
+            options.say.line(&format!("{}: {} -> {to} workers", role.as_str(), Up::count(&view, role)));
         }
         if options.dry_run {
-            println!("nothing was changed (--dry-run)");
+            options.say.line("nothing was changed (--dry-run)");
             return Ok(());
         }
         let Wanted { prefill, decode } = *wanted;
@@ -174,9 +203,13 @@ impl Up {
             bail!("no worker has the id {:?}; `baton status` shows them", drain.worker);
         };
         let then = if drain.replace { "once another serves in its place" } else { "and is not replaced" };
-        println!("{} worker {} goes {then}; it finishes its requests first", member.role.as_str(), drain.worker);
+        options.say.line(&format!(
+            "{} worker {} goes {then}; it finishes its requests first",
+            member.role.as_str(),
+            drain.worker
+        ));
         if options.dry_run {
-            println!("nothing was changed (--dry-run)");
+            options.say.line("nothing was changed (--dry-run)");
             return Ok(());
         }
         let pid = worker_status(member, self.registry.tls.as_ref()).await?.pid;
@@ -198,7 +231,10 @@ impl Up {
             loop {
                 let view = Arc::clone(&*self.registry.views.borrow_and_update());
                 let (prefill, decode) = serving(&view);
-                println!("{prefill} of {} prefill and {decode} of {} decode workers serve", now.prefill, now.decode);
+                options.say.line(&format!(
+                    "{prefill} of {} prefill and {decode} of {} decode workers serve",
+                    now.prefill, now.decode
+                ));
                 if (prefill, decode) == (now.prefill, now.decode) {
                     return anyhow::Ok(());
                 }

@@ -1,34 +1,9 @@
 //! One line of input that can be edited, with the lines before it. Pure: keys in, what to show out.
 
+use crate::terminal::Key;
+
 /// Lines that are remembered.
 const REMEMBERED: usize = 1000;
-
-/// A key.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Key {
-    Char(char),
-    Enter,
-    Backspace,
-    Delete,
-    Left,
-    Right,
-    WordLeft,
-    WordRight,
-    Home,
-    End,
-    Up,
-    Down,
-    /// Deletes to the beginning, to the end, and the word before.
-    KillToStart,
-    KillToEnd,
-    KillWord,
-    /// Ctrl-C.
-    Interrupt,
-    /// Ctrl-D.
-    EndOfInput,
-    /// Ctrl-L.
-    Redraw,
-}
 
 /// What a key led to.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -95,7 +70,7 @@ impl Editor {
                 self.clear();
                 return Edited::Interrupted { empty };
             }
-            Key::Backspace | Key::Delete | Key::EndOfInput | Key::Up | Key::Down | Key::Redraw => {}
+            Key::Backspace | Key::Delete | Key::EndOfInput | Key::Up | Key::Down | Key::Redraw | Key::Escape => {}
         }
         Edited::Going
     }

@@ -32,9 +32,9 @@ pub async fn scale(release: &Release, wanted: &Wanted, options: &Options) -> any
     for (role, to) in wanted.roles() {
         changes.push(plan(release, role, to, options).await?);
     }
-    changes.iter().for_each(Change::print);
+    changes.iter().for_each(|change| change.print(options));
     if options.dry_run {
-        println!("nothing was changed (--dry-run)");
+        options.say.line("nothing was changed (--dry-run)");
         return Ok(());
     }
     for change in &changes {
@@ -58,9 +58,13 @@ pub async fn drain(release: &Release, drain: &Drain, options: &Options) -> anyho
     if drain.replace {
         refuse_gap(release, role, &pod, options).await?;
     }
-    println!("{} goes once its requests are done; {}: {now} -> {to} pods", name(&pod), workload.name());
+    options.say.line(&format!(
+        "{} goes once its requests are done; {}: {now} -> {to} pods",
+        name(&pod),
+        workload.name()
+    ));
     if options.dry_run {
-        println!("nothing was changed (--dry-run)");
+        options.say.line("nothing was changed (--dry-run)");
         return Ok(());
     }
     if drain.replace {
@@ -139,9 +143,9 @@ async fn refuse_autoscaler(release: &Release, workload: &Workload, options: &Opt
 }
 
 impl Change {
-    fn print(&self) {
-        println!("{}: {} -> {} pods", self.workload.name(), self.workload.replicas(), self.to);
-        self.leaving.iter().for_each(|pod| println!("  goes: {pod}"));
+    fn print(&self, options: &Options) {
+        options.say.line(&format!("{}: {} -> {} pods", self.workload.name(), self.workload.replicas(), self.to));
+        self.leaving.iter().for_each(|pod| options.say.line(&format!("  goes: {pod}")));
     }
 
     async fn apply(&self, release: &Release) -> anyhow::Result<()> {
@@ -191,7 +195,7 @@ async fn wait(release: &Release, wanted: Vec<(Role, u32)>, options: &Options) ->
         }
         let progress = progress.join("; ");
         if progress != said {
-            println!("{progress}");
+            options.say.line(&progress);
             said = progress;
         }
         if done {
