@@ -40,6 +40,7 @@ pub(crate) struct Front {
     pub shutdown: Shutdown,
     pub request_timeout: Duration,
     pub max_attempts: u32,
+    pub worker_wait: Duration,
     patience: Patience,
     slo: Slo,
     predicts: bool,
@@ -58,6 +59,7 @@ pub(crate) struct Front {
 pub(crate) struct FrontLimits {
     pub request_timeout: Duration,
     pub max_attempts: u32,
+    pub worker_wait: Duration,
     pub patience: Patience,
     pub slo: Slo,
     /// The router predicts whether it will be met.
@@ -130,8 +132,17 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
-        let FrontLimits { request_timeout, max_attempts, patience, slo, predicts, keep_alive, send_timeout, .. } =
-            limits;
+        let FrontLimits {
+            request_timeout,
+            max_attempts,
+            worker_wait,
+            patience,
+            slo,
+            predicts,
+            keep_alive,
+            send_timeout,
+            ..
+        } = limits;
         let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
         let slots = Arc::new(Semaphore::new(max_inflight));
         Front {
@@ -139,6 +150,7 @@ impl Front {
             shutdown,
             request_timeout,
             max_attempts,
+            worker_wait,
             patience,
             slo,
             predicts,
@@ -252,7 +264,7 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
+                let (names, max_attempts, worker_wait) = (Arc::clone(&names), self.max_attempts, self.worker_wait);
                 let slo = slo.take();
                 let job = Job {
                     request_id,
@@ -263,6 +275,7 @@ impl Front {
                     standing,
                     deadline,
                     max_attempts,
+                    worker_wait,
                     patience,
                     slo,
                     shown: workers.traces().shows_prompts().then(|| model.beginning(&plan.prompt)),
