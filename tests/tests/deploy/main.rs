@@ -322,6 +322,48 @@ fn rdma_is_for_workers() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Only when asked for, and for workers alone. Nodes then reach the registry, which policies would keep them from.
+#[test]
+fn workers_may_use_the_network_of_their_nodes() -> anyhow::Result<()> {
+    let values = "workers.hostNetwork=true,networkPolicy.nodes={10.0.0.0/16}";
+    let release = Release::render("host network", &["--set", values])?;
+    for role in ROLES {
+        let (pod, _) = release.pod(role)?;
+        let (network, dns) = (&pod["hostNetwork"], &pod["dnsPolicy"]);
+        match role {
+            "router" => assert_eq!((network, dns), (&Value::Null, &Value::Null), "{role}"),
+            _ => assert_eq!((network, dns), (&true.into(), &"ClusterFirstWithHostNet".into()), "{role}"),
+        }
+    }
+    let rules = &release.one("NetworkPolicy", "etcd")?["spec"]["ingress"];
+    let nodes = serde_json::json!({"ipBlock": {"cidr": "10.0.0.0/16"}});
+    let lets_in: Vec<bool> = list(rules).iter().map(|rule| list(&rule["from"]).contains(&nodes)).collect();
+    assert_eq!(lets_in, [true, false, false], "clients, peers, metrics");
+    Ok(())
+}
+
+/// The image with kernels is for workers that compute on GPUs, unless the values name an image.
+#[test]
+fn workers_on_gpus_get_the_image_with_kernels() -> anyhow::Result<()> {
+    let gpu = r"decode.resources.limits.nvidia\.com/gpu=1";
+    for (values, cuda) in [
+        ("workers.config.backend=cuda", &["prefill", "decode"][..]),
+        ("decode.config.backend=cuda", &["decode"]),
+        (gpu, &["decode"]),
+        (&format!("{gpu},workers.config.backend=auto"), &["decode"]),
+        (&format!("{gpu},workers.config.backend=cpu"), &[]),
+        ("workers.config.backend=cuda,image.tag=mine", &[]),
+    ] {
+        let release = Release::render("gpu", &["--set", values])?;
+        for role in ROLES {
+            let (_, container) = release.pod(role)?;
+            let image = container["image"].as_str().unwrap_or_default();
+            assert_eq!(image.ends_with("-cuda"), cuda.contains(&role), "{values}: {role} has {image}");
+        }
+    }
+    Ok(())
+}
+
 /// Each process has the certificate of its own role, and whoever makes them may write these Secrets and no others.
 #[test]
 fn every_process_shows_the_certificate_of_its_role() -> anyhow::Result<()> {
