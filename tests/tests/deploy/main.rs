@@ -6,6 +6,7 @@ mod chart;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use baton_cluster::Spec;
@@ -170,6 +171,20 @@ fn a_drain_ends_before_the_pod_is_killed() -> anyhow::Result<()> {
             let grace = pod["terminationGracePeriodSeconds"].as_u64().context("a grace period")?;
             // After the drain, streams are cut and leases are given back.
             ensure!(drain.as_secs() + before + 5 <= grace, "{} {role}: {drain:?}, {before}, {grace}", release.name);
+        }
+    }
+    Ok(())
+}
+
+/// A router that loses etcd just as a worker's successor registers hears of it late: it gives up one try after 5 s, and waits 2 s before the next.
+#[test]
+fn a_worker_goes_when_all_routers_know_its_successor() -> anyhow::Result<()> {
+    let late = baton_membership::OPEN + Duration::from_secs(2);
+    for release in Release::all()? {
+        for role in ["prefill", "decode"] {
+            let wait = release.one("Deployment", role)?["spec"]["minReadySeconds"].as_u64();
+            let wait = Duration::from_secs(wait.with_context(|| format!("{} {role}: minReadySeconds", release.name))?);
+            ensure!(wait > late, "{} {role}: {wait:?} is not more than {late:?}", release.name);
         }
     }
     Ok(())

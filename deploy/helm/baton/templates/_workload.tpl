@@ -35,6 +35,10 @@ spec:
       maxSurge: {{ $c.rollout.maxSurge }}
       maxUnavailable: {{ $c.rollout.maxUnavailable }}
     {{- end }}
+  {{- if ne .role "router" }}
+  # The pod before goes when all routers know this one. A router that has just lost etcd hears of it up to 7 s late.
+  minReadySeconds: 10
+  {{- end }}
   # A rollout that stands still is reported when a pod had its time to load the model, and some.
   progressDeadlineSeconds: {{ add ($c.startupSeconds | default 600 | int) 300 }}
   selector:
