@@ -113,6 +113,8 @@ pub(crate) fn bounded(seconds: f64) -> f64 {
 /// computed only a few tokens after long cached prefixes, or very short prompts, would take a step's fixed cost for that of its pairs, and a long
 /// prompt for hours of work.
 const MOST_PAIR: f64 = 0.02;
+/// Tokens of a full step: what a step costs may be what its tokens cost, where all are about as large.
+const FULL: f64 = 512.0;
 
 /// Learns a worker's [`StepCost`] from its steps.
 ///
@@ -149,7 +151,7 @@ impl StepModel {
     pub fn cost(&self) -> StepCost {
         let [base, row, context] = self.rows.coefficients().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
-        let pair = pair.min(token * MOST_PAIR);
+        let pair = pair.min((token + chunk / FULL) * MOST_PAIR);
         StepCost { base, row, context, chunk, token, pair }
     }
 
@@ -205,6 +207,20 @@ mod tests {
         }
         let long = StepWork::default().with_prompt(0, 8000);
         assert!(model.cost().prompts(&long, 512) < 600.0, "{:?}", model.cost());
+    }
+
+    /// A decode worker computes only short prompts. What their tokens cost may go to their pairs, and must not be lost.
+    #[test]
+    fn what_tokens_cost_may_count_as_their_pairs() {
+        let truth = StepCost { chunk: 5e-3, pair: 5e-8, ..StepCost::default() };
+        let mut model = StepModel::default();
+        for at in 0..400 {
+            let work = StepWork::default().with_prompt(0, 1 + at * 37 % 256);
+            model.add(&work, Duration::from_secs_f64(truth.step(&work)));
+        }
+        let short = StepWork::default().with_prompt(0, 200);
+        let (got, want) = (model.cost().step(&short), truth.step(&short));
+        assert!((got / want - 1.0).abs() < 0.05, "{got} s for {want} s: {:?}", model.cost());
     }
 
     #[test]
