@@ -15,6 +15,7 @@ mod shell;
 mod status;
 mod supervisor;
 mod terminal;
+mod top;
 mod up;
 
 use std::process::ExitCode;
@@ -68,6 +69,7 @@ fn command() -> Command {
         .subcommand(certs::command())
         .subcommand(model::command())
         .subcommand(status::command())
+        .subcommand(top::command())
         .subcommand(explain::command())
         .subcommand(scale::command())
         .subcommand(scale::drain_command())
@@ -87,6 +89,7 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("model", m)) => model::run(m),
         Some(("explain", m)) => runtime()?.block_on(explain::run(m)),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
+        Some(("top", m)) => runtime()?.block_on(top::run(m)),
         Some(("scale", m)) => runtime()?.block_on(scale::scale(m)),
         Some(("drain", m)) => runtime()?.block_on(scale::drain(m)),
         Some(("bench", m)) => bench::run(m),

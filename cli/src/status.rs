@@ -13,6 +13,7 @@ use baton_runtime::Tls;
 use baton_runtime::tls::TlsRole;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tonic::transport::Channel;
 
 use crate::certs;
@@ -137,11 +138,17 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sends an HTTP/1.0 GET to an admin endpoint, with the token that it may need; returns status and body.
-pub async fn get(address: SocketAddr, path: &str, token: Option<&str>) -> anyhow::Result<(u16, String)> {
-    let mut stream = tokio::net::TcpStream::connect(address).await?;
+/// Sends an HTTP/1.0 GET to an admin endpoint, with the token that it may need. The answer comes from the stream.
+pub async fn send_get(address: SocketAddr, path: &str, token: Option<&str>) -> std::io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(address).await?;
     let token = token.map_or(String::new(), |token| format!("Authorization: Bearer {token}\r\n"));
     stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n{token}\r\n").as_bytes()).await?;
+    Ok(stream)
+}
+
+/// The whole answer to such a GET: status and body.
+pub async fn get(address: SocketAddr, path: &str, token: Option<&str>) -> anyhow::Result<(u16, String)> {
+    let mut stream = send_get(address, path, token).await?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await?;
     let status = answer.split_whitespace().nth(1).and_then(|word| word.parse().ok()).context("no HTTP answer")?;

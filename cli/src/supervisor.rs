@@ -291,10 +291,11 @@ impl Supervisor {
     }
 
     /// Keeps the processes running and serves requests of `baton scale` and `baton drain` until the drain starts.
-    pub async fn serve(&mut self, registry: &str, shutdown: &Shutdown) -> anyhow::Result<()> {
+    /// `admin`: of the router, which `baton top` finds by this.
+    pub async fn serve(&mut self, registry: &str, admin: SocketAddr, shutdown: &Shutdown) -> anyhow::Result<()> {
         let (requests, mut inbox) = mpsc::channel(16);
         let listener = tokio::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
-        let member = member(listener.local_addr()?, self.tls.as_ref());
+        let member = member(listener.local_addr()?, admin, self.tls.as_ref());
         let accept = self.tls.as_ref().map(|tls| tls.server([TlsRole::Operator], &[alpn::HTTP2]));
         let service = supervisor_server::SupervisorServer::new(Service { requests });
         let server = tonic::transport::Server::builder()
@@ -365,13 +366,12 @@ fn terminate(process: &mut Process) {
     }
 }
 
-fn member(address: SocketAddr, tls: Option<&Tls>) -> Member {
-    let url = format!("{}://{address}", Tls::scheme(tls));
+fn member(address: SocketAddr, admin: SocketAddr, tls: Option<&Tls>) -> Member {
     Member {
         id: random_worker_id(),
         role: Role::Supervisor,
-        grpc: url.clone(),
-        admin: url,
+        grpc: format!("{}://{address}", Tls::scheme(tls)),
+        admin: format!("http://{admin}"),
         model: String::new(),
         layout: 0,
         block_size: 0,

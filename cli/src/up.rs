@@ -228,7 +228,7 @@ async fn supervise(
     // A closed standard output is no reason to stop.
     let _ = std::io::stdout().write_all(text.as_bytes());
     process.readiness.ready();
-    supervisor.serve(registry, &process.shutdown).await
+    supervisor.serve(registry, admin, &process.shutdown).await
 }
 
 /// Fetches the model once, with a progress bar, so that the workers find it in the cache.
@@ -390,11 +390,14 @@ fn announcement(
         r#"{{"model": {quoted}, "stream": true, "temperature": 0, "messages": [{{"role": "user", "content": "{question}"}}]}}"#
     );
     let certs = certs.map(|folder| format!(" --certs {}", folder.display())).unwrap_or_default();
+    let token = config.process.admin_token_file.as_ref();
+    let token = token.map(|file| format!(" --admin-token-file {}", file.display())).unwrap_or_default();
     let program = std::env::args().next().unwrap_or_else(|| "baton".to_owned());
     format!(
         "\n{bold}Baton is up{plain}, serving {model}\n\n  process  pid      address\n{processes}\nTry:\n  \
          curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  \
-         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}{certs}\n\nThe cluster live: \
+         {program} chat --router http://{grpc} \"{question}\"\n  {program} status --registry {registry}{certs}\n  \
+         {program} top --registry {registry}{certs}{token}\n\nThe cluster live: \
          http://{admin}/\n\nCtrl-C stops everything.\n"
     )
 }

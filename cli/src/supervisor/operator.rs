@@ -282,7 +282,8 @@ mod tests {
 
     /// A view in which decode workers of these ids serve.
     fn serving(ids: &[u64]) -> ViewReceiver {
-        let any = member("127.0.0.1:1".parse().unwrap(), None);
+        let address = "127.0.0.1:1".parse().unwrap();
+        let any = member(address, address, None);
         let member = |id: &u64| Member { id: WorkerId(*id), role: Role::Decode, ..any.clone() };
         let view = View { members: ids.iter().map(member).collect(), ..View::default() };
         tokio::sync::watch::channel(Arc::new(view)).1
