@@ -162,6 +162,8 @@ fn messages_of(state: &State, now: f64, width: u16) -> Vec<Line<'static>> {
         let own = wrapped(&text, width.into()).into_iter().take(room - below.len());
         below.splice(0..0, own.map(|line| Line::styled(line, style)));
     }
+    // What was said last is next to the keys.
+    lines.extend(vec![Line::default(); room - below.len()]);
     lines.extend(below);
     lines
 }
@@ -260,7 +262,7 @@ pub mod tests {
         let mut state = told(&snapshot(), 1.0);
         keys(&mut state, "jd", 1.0);
         let question = "Drain decode worker wbbbbbbbbbbbbbbb2 once its requests are done? y/n";
-        assert_eq!(lines(&state, 1.0, 80, 24)[21], question, "{:#?}", lines(&state, 1.0, 80, 24));
+        assert_eq!(lines(&state, 1.0, 80, 24)[22], question, "{:#?}", lines(&state, 1.0, 80, 24));
         keys(&mut state, "n/dec", 1.0);
         let shown = lines(&state, 1.0, 80, 24);
         assert_eq!(shown[21..23], ["Nothing was changed.", "filter: dec_ (Enter keeps it, Esc shows all)"]);
