@@ -1,5 +1,7 @@
 //! The feed of a router's live page: server-sent events by HTTP/1.0. When it breaks off it is opened again, after growing waits.
 
+use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -74,9 +76,8 @@ impl Source {
             ),
             None => None,
         };
-        let mut found = tokio::net::lookup_host(admin).await.with_context(|| format!("looking up {admin}"))?;
-        let address = found.next().with_context(|| format!("{admin} has no address"))?;
-        let asked = send_get(address, PATH, token.as_deref().map(str::trim)).await;
+        let found = tokio::net::lookup_host(admin).await.with_context(|| format!("looking up {admin} (--admin)"))?;
+        let asked = ask_any(found, token.as_deref().map(str::trim)).await;
         let mut stream = asked.with_context(|| format!("no router answers at {admin} (--admin)"))?;
         let mut read = Vec::new();
         let begin = loop {
@@ -111,6 +112,18 @@ impl Source {
             _ => format!("the router at {admin} answers {status}: {said}"),
         }
     }
+}
+
+/// Asks the first of these addresses at which somebody listens: a name may have several, as `localhost` has.
+async fn ask_any(addresses: impl Iterator<Item = SocketAddr>, token: Option<&str>) -> io::Result<TcpStream> {
+    let mut asked = Err(io::Error::other("the name has no address"));
+    for address in addresses {
+        asked = send_get(address, PATH, token).await;
+        if asked.is_ok() {
+            break;
+        }
+    }
+    asked
 }
 
 impl Feed {
@@ -306,5 +319,16 @@ mod tests {
         let source = Source { token: Some(file.path().to_owned()), ..source };
         assert_eq!(source.open().await.unwrap().next().await.unwrap().running, 5);
         assert!(server.await.unwrap()[0].contains("\r\nAuthorization: Bearer secret\r\n"));
+    }
+
+    #[tokio::test]
+    async fn of_several_addresses_one_that_listens_is_enough() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (nobody, there) = ("127.0.0.1:1".parse().unwrap(), listener.local_addr().unwrap());
+        for addresses in [[nobody, there], [there, nobody]] {
+            let asked = ask_any(addresses.into_iter(), None).await.unwrap();
+            assert_eq!(asked.peer_addr().unwrap(), there);
+        }
+        assert!(ask_any(std::iter::empty(), None).await.is_err());
     }
 }

@@ -94,6 +94,7 @@ mod tests {
         let blank = buffer("", Style::new());
         let mut now = buffer("日本x", Style::new());
         assert_eq!(paint(&blank, &now, true), "\x1b[2;2H\x1b[0m日\x1b[2;4H本\x1b[2;6Hx\x1b[0m");
+        assert_eq!(paint(&blank, &buffer("äx", Style::new()), true), "\x1b[2;2H\x1b[0mä\x1b[2;3Hx\x1b[0m");
         // Past what ratatui itself leaves out.
         now.cell_mut((5, 1)).unwrap().set_symbol("\x1b[2J\u{202e}");
         assert!(paint(&blank, &now, true).contains("?[2J?"));

@@ -28,6 +28,10 @@ pub struct Screen {
 struct Taken(Mutex<Option<Raw>>);
 
 impl Taken {
+    fn is_given_back(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
     fn give_back(&self) {
         if let Some(raw) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // The terminal may be gone.
@@ -53,7 +57,13 @@ impl Screen {
     }
 
     /// Shows what `draw` draws into a buffer of the terminal's size. `anew`: whatever the terminal shows now.
+    ///
+    /// # Errors
+    /// The terminal is gone, or another thread has panicked and so given it back.
     pub fn show(&mut self, anew: bool, draw: impl FnOnce(&mut Buffer)) -> io::Result<()> {
+        if self.taken.is_given_back() {
+            return Err(io::Error::other("a part of the program has failed"));
+        }
         let (width, height) = size();
         let area = Rect::new(0, 0, width, height);
         if anew || *self.shown.area() != area {

@@ -196,13 +196,13 @@ impl State {
     /// The workers that the filter leaves, in order.
     pub fn shown(&self) -> Vec<&Worker> {
         let filter = self.filter.to_lowercase();
-        let texts = |worker: &Worker| {
+        let matches = |worker: &&Worker| {
             let Worker { id, role, model, address, state, .. } = worker;
-            [id, role, model, address, state].map(|text| text.as_str().to_lowercase())
+            let texts = [id, role, model, address, state];
+            filter.is_empty() || texts.iter().any(|text| text.as_str().to_lowercase().contains(&filter))
         };
         let workers = self.snapshot.iter().flat_map(|snapshot| &snapshot.workers);
-        let mut shown: Vec<&Worker> =
-            workers.filter(|worker| texts(worker).iter().any(|text| text.contains(&filter))).collect();
+        let mut shown: Vec<&Worker> = workers.filter(matches).collect();
         shown.sort_by(|one, other| {
             let order = self.compare(one, other);
             let order = if self.reversed { order.reverse() } else { order };

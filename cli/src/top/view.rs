@@ -34,7 +34,7 @@ const TITLE: Style = Style::new().add_modifier(Modifier::REVERSED);
 
 const KEYS: &str = "arrows select  s sort  r reverse  / filter  d drain  +/- scale  ? help  q quit";
 
-const HELP: [&str; 14] = [
+const HELP: [&str; 15] = [
     "arrows, j k      select a worker; g G: the first, the last",
     "s, r             sort by the next column, reverse the order",
     "/                show only workers whose name, role, state, model or address",
@@ -47,6 +47,7 @@ const HELP: [&str; 14] = [
     "KV               blocks: # in use, + cached, . free; the share in use",
     "QUEUE            tokens of prompts that are to be computed",
     "WAIT, RUN, ROWS  sequences: waiting, worked on, with a token in each step",
+    "STEPS/S          steps of the engine; ROWS times STEPS/S: tokens a second",
     "goodput          requests a second that met both SLOs, of all that ended",
     "                 Any key closes this.",
 ];
