@@ -71,7 +71,7 @@ impl Real {
         let text = format!(
             "receivers: {{otlp: {{protocols: {{grpc: {{endpoint: '{own}'}}}}}}}}\n\
              processors: {{batch: {{timeout: 100ms}}}}\n\
-             exporters: {{otlp: {{endpoint: '{address}', tls: {{insecure: true}}}}}}\n\
+             exporters: {{otlp: {{endpoint: '{address}', tls: {{insecure: true}}, compression: none}}}}\n\
              service:\n  telemetry: {{metrics: {{level: none}}}}\n  \
              pipelines: {{traces: {{receivers: [otlp], processors: [batch], exporters: [otlp]}}}}\n"
         );
