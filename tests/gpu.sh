@@ -294,16 +294,17 @@ host)
     root=$(dirname "$here")
     cd "$root"
     programs
+    built=${CARGO_TARGET_DIR:-target}/debug
     # Conformance, transports and models on the host are among the tests already.
     out=$(mktemp -d)
     trap 'rm -rf "$out"' EXIT
-    target/debug/examples/gpu bench --host --json >"$out/kernels.jsonl"
-    target/debug/examples/gpu sharing --host
-    target/debug/examples/gpu handoff --host --json >"$out/ipc.jsonl"
-    target/debug/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
+    "$built"/examples/gpu bench --host --json >"$out/kernels.jsonl"
+    "$built"/examples/gpu sharing --host
+    "$built"/examples/gpu handoff --host --json >"$out/ipc.jsonl"
+    "$built"/baton bench engine --model random:tiny --json --no-profile --chunk 64 --decode-steps 4 \
         --metrics prefill_64,decode_1,decode_2 >"$out/engine.jsonl"
-    clusters random:tiny "$here/gpu/cluster.py" target/debug/baton --backend cpu
-    python3 "$here/gpu/cluster.py" target/debug/baton --backend cpu --model random:tiny --handoff 1500 --log "$out/log" \
+    clusters random:tiny "$here/gpu/cluster.py" "$built"/baton --backend cpu
+    python3 "$here/gpu/cluster.py" "$built"/baton --backend cpu --model random:tiny --handoff 1500 --log "$out/log" \
         >"$out/handoff.jsonl"
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         python3 "$here/gpu/peer.py" --tiny --context 32 --prefill 64 --steps 4 --batches 1,2 >"$out/peer.jsonl"
@@ -311,7 +312,7 @@ host)
     python3 "$here/gpu/table.py" "$out"
     # On a host without a GPU: an error, no panic.
     if [ ! -e /dev/nvidiactl ]; then
-        if target/debug/examples/gpu bench; then exit 1; fi
+        if "$built"/examples/gpu bench; then exit 1; fi
     fi
     ;;
 *)

@@ -93,6 +93,8 @@ baton_runtime::config! {
         tp: u32 = 1,
         /// Number of ranks of each prefill worker, if different.
         prefill_tp: Option<u32> = None,
+        /// How long an answer waits for a worker when none is left that can go on with it: workers that die are started again.
+        worker_wait: Duration = Duration::from_secs(30),
         /// Longest time until the cluster is ready.
         start_timeout: Duration = Duration::from_secs(120),
     }
@@ -262,6 +264,7 @@ fn router_args(config: &UpConfig, admin: SocketAddr) -> Vec<String> {
     args.extend(flag("http", config.http));
     args.extend(flag("grpc", config.grpc));
     args.extend(flag("registry", &config.registry));
+    args.extend(flag("worker-wait", baton_runtime::config::format_duration(config.worker_wait)));
     args
 }
 

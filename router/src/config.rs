@@ -107,6 +107,9 @@ baton_runtime::config! {
         reject_itl: Option<Duration> = None,
         /// How many times work is started for one answer before it fails.
         max_attempts: u32 = 3,
+        /// How long an answer waits for a worker when none is left that can go on with it; a new request waits 2s of it at most. Longer
+        /// outlasts the restart of a cluster's only worker.
+        worker_wait: Duration = Duration::from_secs(2),
         /// A worker that sends nothing for this long, not even the answer to a ping, counts as lost.
         worker_timeout: Duration = Duration::from_secs(2),
         /// A worker that takes this long to the first token of an answer is given up, and the request goes on elsewhere; not for batch work.

@@ -5,6 +5,7 @@
 
 use std::future::pending;
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_policy::{
     BlockName, Choice, ChoiceInput, DecodeWord, Effect, Fetch, NewRequest, Patience, PrefillWord, RequestLimits,
@@ -44,6 +45,8 @@ pub(crate) struct Job {
     pub deadline: Instant,
     /// How many times work may be started before the choice fails.
     pub max_attempts: u32,
+    /// How long it waits for a worker where there is none.
+    pub worker_wait: Duration,
     /// How long workers may send nothing.
     pub patience: Patience,
     /// When its tokens have to come. None: it is served if the first choice of its request is.
@@ -66,6 +69,8 @@ pub(crate) struct Driver {
     forecast: Forecast,
     /// What the worker that computes takes from another one first.
     fetch: Option<(WorkerId, FetchBegins)>,
+    /// Number of the latest placement, if no worker could take the request.
+    unplaced: Option<u64>,
     trace: Arc<Trace>,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
@@ -91,8 +96,22 @@ impl Driver {
             prompt_tokens: job.prompt.len() as u32,
             prompt: job.shown.take(),
         });
-        let (decode, prefill, target, fetch) = (None, None, None, None);
-        Driver { job, workers, shutdown, sink, decode, prefill, target, alarm, forecast, fetch, trace, broken_off }
+        let (decode, prefill, target, fetch, unplaced) = (None, None, None, None, None);
+        Driver {
+            job,
+            workers,
+            shutdown,
+            sink,
+            decode,
+            prefill,
+            target,
+            alarm,
+            forecast,
+            fetch,
+            unplaced,
+            trace,
+            broken_off,
+        }
     }
 
     /// Runs the choice to its end. When the client goes away, cancels both legs and ends early.
@@ -163,12 +182,12 @@ impl Driver {
     }
 
     fn new_request(&self) -> NewRequest {
-        let Job { prompt, names, block_size, sampling, standing, deadline, max_attempts, patience, slo, .. } =
-            &self.job;
+        let Job { prompt, names, block_size, sampling, standing, deadline, patience, slo, .. } = &self.job;
         let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
-            max_attempts: *max_attempts,
+            max_attempts: self.job.max_attempts,
+            worker_wait: self.job.worker_wait,
         };
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
@@ -193,11 +212,15 @@ impl Driver {
     async fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
         match effect {
             Effect::Place(ask) => {
-                let outcome = self.workers.place(&ask, &self.job.request_id);
+                let outcome = self.workers.place(&ask, &self.job.request_id, self.unplaced);
+                let unplaced = outcome.chosen.is_err().then_some(outcome.number);
+                let still = std::mem::replace(&mut self.unplaced, unplaced).is_some() && unplaced.is_some();
                 self.forecast.placed(&outcome);
                 let fetch = outcome.chosen.as_ref().ok().and_then(|chosen| chosen.fetch);
                 self.fetch = fetch.and_then(|fetch| Some((fetch.to, self.fetch(&fetch)?)));
-                self.trace.placed(outcome.chosen.as_ref().ok().map(|chosen| chosen.placed));
+                if !still {
+                    self.trace.placed(outcome.chosen.as_ref().ok().map(|chosen| chosen.placed));
+                }
                 return Some(ChoiceInput::from(outcome.chosen));
             }
             Effect::OpenDecode { worker, local, sequence } => {

@@ -34,15 +34,29 @@ struct Placement {
     measured: (Option<f64>, Option<f64>),
 }
 
+impl Recent {
+    fn of_number(&mut self, number: u64) -> Option<&mut Placement> {
+        let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        self.placements.get_mut(at)
+    }
+}
+
 impl Explanations {
     fn recent(&self) -> MutexGuard<'_, Recent> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers a placement; returns its number.
-    pub fn placed(&self, request: &RequestId, outcome: &Result<Chosen, Failure>) -> u64 {
+    /// Remembers a placement; returns its number. `failed`: the number of the placement just before, if no worker could take the request. One
+    /// that waits for a worker tries again and again, and is told of once.
+    pub fn placed(&self, request: &RequestId, outcome: &Result<Chosen, Failure>, failed: Option<u64>) -> u64 {
         let outcome = outcome.as_ref().copied().map_err(|failure| failure.message.clone());
         let mut recent = self.recent();
+        if let (Err(_), Some(number)) = (&outcome, failed)
+            && let Some(placement) = recent.of_number(number)
+        {
+            placement.outcome = outcome;
+            return number;
+        }
         if recent.placements.len() >= MOST {
             recent.placements.pop_front();
             recent.first += 1;
@@ -58,9 +72,7 @@ impl Explanations {
 
     /// Adds what was measured of a placement.
     pub fn measured(&self, number: u64, first: Option<f64>, token: Option<f64>) {
-        let mut recent = self.recent();
-        let at = number.checked_sub(recent.first).and_then(|at| usize::try_from(at).ok());
-        if let Some(placement) = at.and_then(|at| recent.placements.get_mut(at)) {
+        if let Some(placement) = self.recent().of_number(number) {
             let (known_first, known_token) = placement.measured;
             placement.measured = (first.or(known_first), token.or(known_token));
         }
@@ -155,10 +167,10 @@ mod tests {
         let explanations = Explanations::default();
         let request = RequestId("r".to_owned());
         let load = Some(Load { at: WorkerId(7), tokens: 320, seconds: 0.0123456789 });
-        let number = explanations.placed(&request, &Ok(Chosen { load, ..chosen(7) }));
+        let number = explanations.placed(&request, &Ok(Chosen { load, ..chosen(7) }), None);
         explanations.measured(number, Some(0.25), None);
         explanations.measured(number, None, Some(0.0123456789));
-        explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")));
+        explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")), None);
         let told = explanations.of("r", None);
         assert_eq!((told.len(), &told[1]), (2, &json!({"rejected": "too late"})));
         assert_eq!(told[0]["decode"], WorkerId(7).to_string());
@@ -168,9 +180,20 @@ mod tests {
         assert!(explanations.of("s", None).is_empty());
         assert!(explanations.of("r", Some(Instant::now())).is_empty(), "of an earlier request with this id");
         for _ in 0..2 * TOLD {
-            explanations.placed(&request, &Ok(chosen(7)));
+            explanations.placed(&request, &Ok(chosen(7)), None);
         }
         assert_eq!(explanations.of("r", None).len(), TOLD);
+    }
+
+    #[test]
+    fn one_that_waits_for_a_worker_is_told_of_once() {
+        let (explanations, request) = (Explanations::default(), RequestId("r".to_owned()));
+        let nobody = |why: &str| Err(Failure::new(ErrorKind::Unavailable, why));
+        let first = explanations.placed(&request, &nobody("none"), None);
+        let again = explanations.placed(&request, &nobody("none, 1 draining"), Some(first));
+        assert_eq!((again, explanations.of("r", None)), (first, vec![json!({"rejected": "none, 1 draining"})]));
+        assert_ne!(explanations.placed(&request, &Ok(chosen(7)), Some(first)), first);
+        assert_eq!(explanations.of("r", None).len(), 2);
     }
 
     /// I5.
@@ -178,7 +201,7 @@ mod tests {
     fn the_oldest_are_forgotten() {
         let explanations = Explanations::default();
         let of = |at: usize| RequestId(at.to_string());
-        let numbers: Vec<u64> = (0..MOST + 5).map(|at| explanations.placed(&of(at), &Ok(chosen(1)))).collect();
+        let numbers: Vec<u64> = (0..MOST + 5).map(|at| explanations.placed(&of(at), &Ok(chosen(1)), None)).collect();
         assert!(explanations.of("4", None).is_empty() && !explanations.of("5", None).is_empty());
         explanations.measured(numbers[4], Some(1.0), None);
         explanations.measured(numbers[MOST + 4], Some(2.0), None);

@@ -38,17 +38,10 @@ const MAX_SLOTS: usize = 1 << 24;
 pub(crate) struct Front {
     pub models: Arc<Models>,
     pub shutdown: Shutdown,
-    pub request_timeout: Duration,
-    pub max_attempts: u32,
-    patience: Patience,
-    slo: Slo,
-    predicts: bool,
+    pub limits: FrontLimits,
     pub bodies: Bodies,
-    pub keep_alive: Duration,
-    pub send_timeout: Duration,
     /// When the router started, seconds since 1970.
     pub started: u64,
-    max_inflight: usize,
     slots: Arc<Semaphore>,
     keys: Option<Arc<KeyRing>>,
 }
@@ -58,6 +51,7 @@ pub(crate) struct Front {
 pub(crate) struct FrontLimits {
     pub request_timeout: Duration,
     pub max_attempts: u32,
+    pub worker_wait: Duration,
     pub patience: Patience,
     pub slo: Slo,
     /// The router predicts whether it will be met.
@@ -130,24 +124,14 @@ pub(crate) struct Generation {
 impl Front {
     /// A front with no requests yet.
     pub fn new(models: Arc<Models>, shutdown: Shutdown, limits: FrontLimits, keys: Option<Arc<KeyRing>>) -> Front {
-        let FrontLimits { request_timeout, max_attempts, patience, slo, predicts, keep_alive, send_timeout, .. } =
-            limits;
-        let max_inflight = limits.max_inflight.clamp(1, MAX_SLOTS);
-        let slots = Arc::new(Semaphore::new(max_inflight));
+        let limits = FrontLimits { max_inflight: limits.max_inflight.clamp(1, MAX_SLOTS), ..limits };
         Front {
             models,
             shutdown,
-            request_timeout,
-            max_attempts,
-            patience,
-            slo,
-            predicts,
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
-            keep_alive,
-            send_timeout,
             started: unix_seconds(),
-            max_inflight,
-            slots,
+            slots: Arc::new(Semaphore::new(limits.max_inflight)),
+            limits,
             keys,
         }
     }
@@ -170,13 +154,13 @@ impl Front {
 
     /// Deadline of a request that arrived at `received`: the configured timeout, or the client's if that is shorter.
     pub fn deadline(&self, received: Instant, client: Option<Duration>) -> Instant {
-        let timeout = client.unwrap_or(Duration::MAX).min(self.request_timeout).min(LONGEST);
+        let timeout = client.unwrap_or(Duration::MAX).min(self.limits.request_timeout).min(LONGEST);
         received + timeout
     }
 
     /// Completes when no request is running and every event has been delivered.
     pub async fn idle(&self) {
-        let all = u32::try_from(self.max_inflight).unwrap_or(u32::MAX);
+        let all = u32::try_from(self.limits.max_inflight).unwrap_or(u32::MAX);
         // The semaphore is never closed.
         let _ = self.slots.acquire_many(all).await;
     }
@@ -203,7 +187,7 @@ impl Front {
         if let Some(tenant) = &tenant {
             input.standing = tenant.standing(input.standing)?;
         }
-        let slo = input.standing.promised(self.slo, self.predicts)?;
+        let slo = input.standing.promised(self.limits.slo, self.limits.predicts)?;
         let class = input.standing.class;
         record.class(class);
         let lines_up = tenant.is_some() || class.is_batch();
@@ -226,7 +210,7 @@ impl Front {
         let (mut choice, mut slo) = (0, Some(slo));
         // Batch work may wait as long as others have work, until its deadline.
         let patience = match class {
-            Class::Interactive => self.patience,
+            Class::Interactive => self.limits.patience,
             Class::Batch => Patience { first_token: LONGEST, token: LONGEST },
         };
         let block_size = workers.block_size();
@@ -243,7 +227,7 @@ impl Front {
                     min_tokens: sampling.min_tokens,
                     prompt_tokens: plan.prompt.len() as u32,
                     out: out.clone(),
-                    send_timeout: self.send_timeout,
+                    send_timeout: self.limits.send_timeout,
                     slot: slot.clone(),
                     tenant: tenant.clone(),
                     failure: Arc::clone(&failure),
@@ -252,7 +236,8 @@ impl Front {
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);
                 let standing = standing.clone();
-                let (names, max_attempts) = (Arc::clone(&names), self.max_attempts);
+                let FrontLimits { max_attempts, worker_wait, .. } = self.limits;
+                let names = Arc::clone(&names);
                 let slo = slo.take();
                 let job = Job {
                     request_id,
@@ -263,6 +248,7 @@ impl Front {
                     standing,
                     deadline,
                     max_attempts,
+                    worker_wait,
                     patience,
                     slo,
                     shown: workers.traces().shows_prompts().then(|| model.beginning(&plan.prompt)),
@@ -327,7 +313,7 @@ impl Front {
     }
 
     fn full(&self) -> RequestError {
-        let full = format!("{} answers are in the making already; retry later", self.max_inflight);
+        let full = format!("{} answers are in the making already; retry later", self.limits.max_inflight);
         RequestError::new(ErrorKind::ResourceExhausted, full).code("too_many_requests")
     }
 }

@@ -123,7 +123,7 @@ impl v1::inference_server::Inference for Inference {
             RequestError::new(ErrorKind::Cancelled, "the answer was given up: its client read nothing of it");
         let (mut answers, revoke) = revocable(answers, Err(status(&given_up)));
         slot.when_given_back(revoke);
-        let unread = answers.unread(self.front.send_timeout);
+        let unread = answers.unread(self.front.limits.send_timeout);
         answers.until_dropped(async move {
             unread.await;
             tracing::info!(request = %request_id, "request given up: its client read nothing of its answer (--send-timeout)");

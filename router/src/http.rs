@@ -173,7 +173,7 @@ async fn answer(
         reader: Reader::new(reasoning, !asked.reasoning, parser),
     };
     match asked.stream {
-        true => sse::respond(generation, answer, front.keep_alive).await,
+        true => sse::respond(generation, answer, front.limits.keep_alive).await,
         false => whole(generation, answer, &front.bodies).await,
     }
 }

@@ -243,6 +243,7 @@ impl Bound {
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,
+            worker_wait: config.worker_wait,
             patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
             slo: Slo { first_token: config.reject_ttft, token: config.reject_itl, deadline: None },
             predicts: config.predicts(),

@@ -1,4 +1,7 @@
 //! Follows the registry: the workers' table, the router's readiness and its health take over each view.
+//!
+//! A router becomes ready with its first workers, and stays ready when they go: without any router, clients would be told nothing, where this
+//! one says 503 and why. One that never had workers may be unable to read the registry, and must not take the place of one that can.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -48,7 +51,8 @@ impl Watcher {
             }
         }
         self.shutdown.draining().await;
-        self.serving(ServingStatus::NotServing).await;
+        self.serving("", false).await;
+        self.serving(INFERENCE, false).await;
     }
 
     async fn take(&self, view: Arc<View>) {
@@ -60,21 +64,18 @@ impl Watcher {
         tracing::debug!(revision = view.revision, members = view.members.len(), stale = view.stale, "view");
         self.models.update(&view);
         self.seen.send_replace(view);
-        match self.models.not_ready() {
-            None => {
-                self.readiness.ready();
-                self.serving(ServingStatus::Serving).await;
-            }
-            Some(reason) => {
-                self.readiness.not_ready(reason);
-                self.serving(ServingStatus::NotServing).await;
-            }
+        let lacking = self.models.not_ready();
+        match &lacking {
+            None => self.readiness.ready(),
+            Some(reason) if self.readiness.reason().is_some() => self.readiness.not_ready(reason),
+            Some(_) => {}
         }
+        self.serving("", self.readiness.reason().is_none()).await;
+        self.serving(INFERENCE, lacking.is_none()).await;
     }
 
-    async fn serving(&self, status: ServingStatus) {
-        for service in ["", INFERENCE] {
-            self.health.set_service_status(service, status).await;
-        }
+    async fn serving(&self, service: &str, serves: bool) {
+        let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
+        self.health.set_service_status(service, status).await;
     }
 }

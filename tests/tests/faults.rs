@@ -5,6 +5,7 @@
 mod etcd;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use baton_cluster::Role;
 use baton_proto::v1::GenerateRequest;
@@ -141,6 +142,25 @@ fn the_only_decode_worker_killed_under_several_streams() {
     scene.end();
 }
 
+/// A worker that takes its time to start: longer than a new request would wait.
+#[test]
+fn the_only_decode_worker_dies_again_while_it_starts() {
+    let scene = Scene::workers(1, 1, "auto");
+    let request = long_answer(6);
+    let want = scene.ask(&request);
+    let mut answering = scene.start(&request);
+    scene.until(&mut answering, 20);
+    let mut killed = scene.busy(Role::Decode).pid;
+    let began = Instant::now();
+    scene.cluster.signal(killed, Signal::KILL).unwrap();
+    while began.elapsed() < Duration::from_secs(4) {
+        killed = wait(|| scene.cluster.pids("decode").first().filter(|&&pid| pid != killed).copied()).unwrap();
+        scene.cluster.signal(killed, Signal::KILL).unwrap();
+    }
+    assert_eq!(scene.rest(answering).unwrap(), want);
+    scene.end();
+}
+
 fn prefill_worker_killed_mid_prompt(prefill: u32, transport: &'static str) {
     let scene = Scene::workers(prefill, 1, transport);
     let request = long_prompt(1);
@@ -188,7 +208,8 @@ fn a_decode_worker_that_hangs_is_given_up_and_may_come_back() {
 
 #[test]
 fn the_only_decode_worker_hangs_and_its_requests_get_a_typed_error() {
-    let scene = Scene::workers(1, 1, "auto");
+    let env = vec![("BATON_WORKER_WAIT".to_owned(), "2s".to_owned())];
+    let scene = Scene::new(|options| ClusterOptions { prefill: 1, decode: 1, env, ..options });
     let request = long_answer(5);
     let mut answering = scene.start(&request);
     scene.until(&mut answering, 20);

@@ -25,8 +25,8 @@ use feed::EtcdFeed;
 use hold::EtcdHold;
 
 const CONNECT: Duration = Duration::from_secs(2);
-/// Interval of pings, and how long an answer may take. A server that vanished without closing is noticed after both. Members notice it
-/// sooner, by a renewal without an answer.
+/// Interval of a watcher's pings, and how long an answer may take. A server that vanished without closing is noticed after both. Members send
+/// none: a renewal without an answer tells them sooner, and a thousand members would keep etcd busy with pings.
 const PING: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -41,6 +41,8 @@ struct Etcd {
     client: Client,
     endpoints: Vec<String>,
     tls: Option<ClientTls>,
+    /// Whether the client sends pings.
+    pings: bool,
     /// The registry's address, for messages.
     address: String,
     /// Prefix of the members' keys, with the final slash.
@@ -64,23 +66,22 @@ impl EtcdRegistry {
         let scheme = if tls.is_some() { "etcds" } else { "etcd" };
         let address = format!("{scheme}://{}", endpoints.join(","));
         let tls = tls.map(|tls| ClientTls { own: tls.clone(), pem: tls.pem(), plain: false });
-        let client = connect(endpoints, tls.as_ref())
+        let client = connect(endpoints, tls.as_ref(), true)
             .await
             .map_err(|e| ClusterError::Unavailable { registry: address.clone(), problem: e.to_string() })?;
         let (endpoints, prefix) = (endpoints.to_vec(), format!("/baton/{cluster}/members/"));
-        let etcd = Etcd { client, endpoints, tls, address, prefix };
+        let etcd = Etcd { client, endpoints, tls, pings: true, address, prefix };
         Ok(EtcdRegistry { etcd, follower: Follower::new() })
     }
 }
 
 /// A client; over TLS, with these certificates, if they are to be used.
-async fn connect(endpoints: &[String], tls: Option<&ClientTls>) -> Result<Client, Error> {
-    let mut options = ConnectOptions::new()
-        .with_connect_timeout(CONNECT)
-        .with_keep_alive(PING, PING_TIMEOUT)
-        .with_keep_alive_while_idle(true)
-        // A server cut off from its quorum ends its watches instead of staying silent.
-        .with_require_leader(true);
+async fn connect(endpoints: &[String], tls: Option<&ClientTls>, pings: bool) -> Result<Client, Error> {
+    // A server cut off from its quorum ends its watches instead of staying silent.
+    let mut options = ConnectOptions::new().with_connect_timeout(CONNECT).with_require_leader(true);
+    if pings {
+        options = options.with_keep_alive(PING, PING_TIMEOUT).with_keep_alive_while_idle(true);
+    }
     let mut urls = endpoints.to_vec();
     if let Some(ClientTls { pem: [certificate, key, authority], .. }) = tls.filter(|tls| !tls.plain) {
         let identity = Identity::from_pem(certificate, key);
@@ -93,7 +94,12 @@ async fn connect(endpoints: &[String], tls: Option<&ClientTls>) -> Result<Client
 
 impl Registry for EtcdRegistry {
     fn register(&self, member: Member, ttl: Duration) -> BoxFuture<'_, Result<RegistryLease, ClusterError>> {
-        RegistryLease::start(EtcdHold::new(self.etcd.clone(), ttl), member, ttl).boxed()
+        async move {
+            let mut etcd = Etcd { pings: false, ..self.etcd.clone() };
+            etcd.reconnect().await.map_err(|e| etcd.error(&e))?;
+            RegistryLease::start(EtcdHold::new(etcd, ttl), member, ttl).await
+        }
+        .boxed()
     }
 
     fn watch(&self) -> ViewReceiver {
@@ -121,13 +127,13 @@ impl Etcd {
 
     /// Replaces the client by one with connections of its own.
     async fn reconnect(&mut self) -> Result<(), Error> {
-        self.client = connect(&self.endpoints, self.tls.as_ref()).await?;
+        self.client = connect(&self.endpoints, self.tls.as_ref(), self.pings).await?;
         Ok(())
     }
 
     /// Replaces the client by one that uses these certificates.
     async fn take_up(&mut self, tls: ClientTls) -> Result<(), Error> {
-        self.client = connect(&self.endpoints, Some(&tls)).await?;
+        self.client = connect(&self.endpoints, Some(&tls), self.pings).await?;
         self.tls = Some(tls);
         Ok(())
     }

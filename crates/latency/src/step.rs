@@ -113,6 +113,8 @@ pub(crate) fn bounded(seconds: f64) -> f64 {
 /// computed only a few tokens after long cached prefixes, or very short prompts, would take a step's fixed cost for that of its pairs, and a long
 /// prompt for hours of work.
 const MOST_PAIR: f64 = 0.02;
+/// Tokens of a full step: what a step costs may be what its tokens cost, where all are about as large.
+const FULL: f64 = 512.0;
 
 /// Learns a worker's [`StepCost`] from its steps.
 ///
@@ -134,8 +136,7 @@ impl StepModel {
             return;
         }
         // What the rows beside it cost is known from steps of their own. Before it is, a step with rows would say too much of prompts.
-        let known = self.rows.coefficients().filter(|_| self.rows.error().is_some());
-        let [_, row, context] = match known {
+        let [_, row, context] = match self.known_rows() {
             Some(known) => known,
             None if work.rows == 0 => [0.0; 3],
             None => return,
@@ -145,11 +146,16 @@ impl StepModel {
         self.prompts.add([1.0, work.tokens as f64, work.pairs as f64], own.max(took / 10.0));
     }
 
+    /// What steps without prompts cost. Of a few steps nobody knows which part of their time their rows took, and which their context.
+    fn known_rows(&self) -> Option<[f64; 3]> {
+        self.rows.coefficients().filter(|_| self.rows.error().is_some())
+    }
+
     /// What is known so far.
     pub fn cost(&self) -> StepCost {
-        let [base, row, context] = self.rows.coefficients().unwrap_or_default();
+        let [base, row, context] = self.known_rows().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
-        let pair = pair.min(token * MOST_PAIR);
+        let pair = pair.min((token + chunk / FULL) * MOST_PAIR);
         StepCost { base, row, context, chunk, token, pair }
     }
 
@@ -207,6 +213,20 @@ mod tests {
         assert!(model.cost().prompts(&long, 512) < 600.0, "{:?}", model.cost());
     }
 
+    /// A decode worker computes only short prompts. What their tokens cost may go to their pairs, and must not be lost.
+    #[test]
+    fn what_tokens_cost_may_count_as_their_pairs() {
+        let truth = StepCost { chunk: 5e-3, pair: 5e-8, ..StepCost::default() };
+        let mut model = StepModel::default();
+        for at in 0..400 {
+            let work = StepWork::default().with_prompt(0, 1 + at * 37 % 256);
+            model.add(&work, Duration::from_secs_f64(truth.step(&work)));
+        }
+        let short = StepWork::default().with_prompt(0, 200);
+        let (got, want) = (model.cost().step(&short), truth.step(&short));
+        assert!((got / want - 1.0).abs() < 0.05, "{got} s for {want} s: {:?}", model.cost());
+    }
+
     #[test]
     fn a_prompt_costs_the_sum_of_its_chunks() {
         let work = |from, to| StepWork::default().with_prompt(from, to).with_row(500);
@@ -226,6 +246,17 @@ mod tests {
         let alone = StepWork::default().with_prompt(0, 100);
         (0..100).for_each(|_| model.add(&alone, Duration::from_millis(50)));
         assert!(model.cost().token > 0.0 && model.cost().row == 0.0);
+    }
+
+    #[test]
+    fn a_few_steps_do_not_tell_what_rows_cost() {
+        let mut model = StepModel::default();
+        let mut cost = |context| {
+            model.add(&StepWork::default().with_row(context), Duration::from_millis(10));
+            model.cost()
+        };
+        assert_eq!((0..8).map(|_| cost(2000)).last(), Some(StepCost::default()));
+        assert!(cost(20).base > 0.0);
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub use placement::{
     PlacementInput, Predicted, RoundRobin, Slo, Terms, Why,
 };
 pub use prefixes::{Prefixes, Sent};
-pub use request::{Action, Condition, Failure, Input, Leg, RequestLimits, RequestMachine, State};
+pub use request::{Action, Condition, Failure, Input, Leg, NEW_WAITS, RequestLimits, RequestMachine, State};
 pub use router::{
     Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, Known, LegEnd,
     NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict,

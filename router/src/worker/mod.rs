@@ -257,7 +257,7 @@ impl Workers {
     }
 
     /// Chooses workers for a request.
-    pub fn place(&self, ask: &Ask, request: &RequestId) -> Placement {
+    pub fn place(&self, ask: &Ask, request: &RequestId, failed: Option<u64>) -> Placement {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let pool = self.held.find(&ask.names, IN_POOLS, turn);
         let store = self.stored.find(&ask.names, IN_STORES, turn);
@@ -272,7 +272,7 @@ impl Workers {
             };
             counter!(names::PLACEMENTS, "route" => route, "kv" => kv).increment(1);
         }
-        let number = self.explanations.placed(request, &chosen);
+        let number = self.explanations.placed(request, &chosen, failed);
         Placement { chosen, number }
     }
 

@@ -98,6 +98,32 @@ async fn the_only_worker_hangs_and_is_not_asked_again() {
     cluster.stop().await;
 }
 
+/// The cluster's only decode worker dies, and another one takes its place after longer than a new request would wait.
+#[tokio::test]
+async fn answers_wait_for_the_worker_that_takes_the_place_of_the_last_one() {
+    let settings = RouterConfig { worker_wait: Duration::from_secs(20), ..config() };
+    let mut cluster = Cluster::with(settings, 0, 1, &[ANSWER]).await;
+    cluster.worker(0).decode_will([Decode::Stall(4)]);
+    let fields = json!({"prompt": "hi", "max_tokens": 50, "return_token_ids": true});
+    let (http, url) = (cluster.http.clone(), cluster.url("/v1/completions"));
+    let answer = tokio::spawn(async move { http.post(url).json(&fields).send().await.unwrap() });
+    while cluster.worker(0).asked().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    cluster.worker(0).cut();
+    cluster.forget(0).revoke().await;
+    cluster.seen(0).await;
+    // A new request is told within a short time.
+    let asked = tokio::time::Instant::now();
+    let (status, error) = cluster.ask("/v1/completions", &json!({"prompt": "hi", "max_tokens": 50})).await;
+    assert_eq!((status, asked.elapsed() >= baton_policy::NEW_WAITS), (503, true), "{error}");
+    cluster.add(Role::Decode, |_| {}).await;
+    let body: serde_json::Value = answer.await.unwrap().json().await.unwrap();
+    assert_eq!(body["choices"][0]["token_ids"], ids(ANSWER), "I4");
+    assert_eq!(cluster.worker(1).asked().len(), 1);
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn a_decode_worker_that_is_gone_already() {
     let cluster = Cluster::start(1, 2, ANSWER).await;

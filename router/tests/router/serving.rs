@@ -90,6 +90,13 @@ async fn ready_follows_the_workers_and_draining_ones_get_nothing() {
     let view = cluster.router.cluster();
     assert_eq!((view["stale"].clone(), view["members"].as_array().unwrap().len()), (json!(false), 3));
     assert_eq!(view["members"][0]["draining"], true);
+    // The last worker goes. A load balancer still sends here, and clients are told.
+    cluster.forget(2).revoke().await;
+    cluster.seen(2).await;
+    assert_eq!((ready(&cluster).await, cluster.readiness.reason()), (503, None));
+    let (status, error) = cluster.ask(TEXT, &json!({"prompt": "hi"})).await;
+    assert_eq!(status, 503);
+    assert!(error["error"]["message"].as_str().unwrap().contains("no decode worker"), "{error}");
     cluster.stop().await;
 }
 

@@ -6,6 +6,7 @@ mod chart;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use baton_cluster::Spec;
@@ -175,6 +176,20 @@ fn a_drain_ends_before_the_pod_is_killed() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// A router that loses etcd just as a worker's successor registers hears of it late: it gives up one try after 5 s, and waits 2 s before the next.
+#[test]
+fn a_worker_goes_when_all_routers_know_its_successor() -> anyhow::Result<()> {
+    let late = baton_membership::OPEN + Duration::from_secs(2);
+    for release in Release::all()? {
+        for role in ["prefill", "decode"] {
+            let wait = release.one("Deployment", role)?["spec"]["minReadySeconds"].as_u64();
+            let wait = Duration::from_secs(wait.with_context(|| format!("{} {role}: minReadySeconds", release.name))?);
+            ensure!(wait > late, "{} {role}: {wait:?} is not more than {late:?}", release.name);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn selectors_and_references_meet_something() -> anyhow::Result<()> {
     for release in Release::all()? {
@@ -317,6 +332,48 @@ fn rdma_is_for_workers() -> anyhow::Result<()> {
                 (&"infra/roce".into(), &2.into(), &serde_json::json!(["IPC_LOCK"])),
                 "{role}"
             ),
+        }
+    }
+    Ok(())
+}
+
+/// Only when asked for, and for workers alone. Nodes then reach the registry, which policies would keep them from.
+#[test]
+fn workers_may_use_the_network_of_their_nodes() -> anyhow::Result<()> {
+    let values = "workers.hostNetwork=true,networkPolicy.nodes={10.0.0.0/16}";
+    let release = Release::render("host network", &["--set", values])?;
+    for role in ROLES {
+        let (pod, _) = release.pod(role)?;
+        let (network, dns) = (&pod["hostNetwork"], &pod["dnsPolicy"]);
+        match role {
+            "router" => assert_eq!((network, dns), (&Value::Null, &Value::Null), "{role}"),
+            _ => assert_eq!((network, dns), (&true.into(), &"ClusterFirstWithHostNet".into()), "{role}"),
+        }
+    }
+    let rules = &release.one("NetworkPolicy", "etcd")?["spec"]["ingress"];
+    let nodes = serde_json::json!({"ipBlock": {"cidr": "10.0.0.0/16"}});
+    let lets_in: Vec<bool> = list(rules).iter().map(|rule| list(&rule["from"]).contains(&nodes)).collect();
+    assert_eq!(lets_in, [true, false, false], "clients, peers, metrics");
+    Ok(())
+}
+
+/// The image with kernels is for workers that compute on GPUs, unless the values name an image.
+#[test]
+fn workers_on_gpus_get_the_image_with_kernels() -> anyhow::Result<()> {
+    let gpu = r"decode.resources.limits.nvidia\.com/gpu=1";
+    for (values, cuda) in [
+        ("workers.config.backend=cuda", &["prefill", "decode"][..]),
+        ("decode.config.backend=cuda", &["decode"]),
+        (gpu, &["decode"]),
+        (&format!("{gpu},workers.config.backend=auto"), &["decode"]),
+        (&format!("{gpu},workers.config.backend=cpu"), &[]),
+        ("workers.config.backend=cuda,image.tag=mine", &[]),
+    ] {
+        let release = Release::render("gpu", &["--set", values])?;
+        for role in ROLES {
+            let (_, container) = release.pod(role)?;
+            let image = container["image"].as_str().unwrap_or_default();
+            assert_eq!(image.ends_with("-cuda"), cuda.contains(&role), "{values}: {role} has {image}");
         }
     }
     Ok(())

@@ -30,6 +30,8 @@ pub(super) struct EtcdHold {
     deletions: Option<WatchStream>,
     /// The last try was given up without an answer.
     unanswered: bool,
+    /// etcd has the member as one that is draining.
+    announced: bool,
 }
 
 /// A lease in etcd.
@@ -77,11 +79,11 @@ impl Hold for EtcdHold {
         }
     }
 
-    async fn revoke(&mut self, _: &Member) -> Result<(), ClusterError> {
+    async fn revoke(&mut self, member: &Member) -> Result<(), ClusterError> {
         let Some(Lease { id, .. }) = self.lease.take() else { return Ok(()) };
-        let mut revoked = self.try_revoke(id).await;
+        let mut revoked = self.try_revoke(id, member).await;
         if revoked.is_err() && self.etcd.switch().await {
-            revoked = self.try_revoke(id).await;
+            revoked = self.try_revoke(id, member).await;
         }
         revoked.map_err(|e| self.etcd.error(&e))
     }
@@ -90,7 +92,7 @@ impl Hold for EtcdHold {
 impl EtcdHold {
     /// A hold of a member that is not registered yet.
     pub(super) fn new(etcd: Etcd, ttl: Duration) -> EtcdHold {
-        EtcdHold { etcd, lease: None, ttl, unseen: 0, deletions: None, unanswered: false }
+        EtcdHold { etcd, lease: None, ttl, unseen: 0, deletions: None, unanswered: false, announced: false }
     }
 
     async fn try_renew(&mut self, member: &Member, changed: bool) -> Result<(), Error> {
@@ -109,11 +111,17 @@ impl EtcdHold {
             None => (self.grant().await?, true),
         };
         if changed || fresh || !self.is_there(member).await? {
-            let json = serde_json::to_vec(member).map_err(|e| Error::Internal(e.to_string()))?;
-            let put = PutOptions::new().with_lease(lease);
-            self.etcd.client.put(self.etcd.key(member.id), json, Some(put)).await?;
+            self.put(member, lease).await?;
             self.unseen = 0;
         }
+        Ok(())
+    }
+
+    async fn put(&mut self, member: &Member, lease: i64) -> Result<(), Error> {
+        let json = serde_json::to_vec(member).map_err(|e| Error::Internal(e.to_string()))?;
+        let put = PutOptions::new().with_lease(lease);
+        self.etcd.client.put(self.etcd.key(member.id), json, Some(put)).await?;
+        self.announced = member.draining;
         Ok(())
     }
 
@@ -134,8 +142,13 @@ impl EtcdHold {
         Ok(found.count() > 0)
     }
 
-    async fn try_revoke(&mut self, lease: i64) -> Result<(), Error> {
+    /// Watchers keep a member whose key goes without a word, since it may be alive. So this one announces first that it leaves, unless it has: a
+    /// worker with nothing to do drains faster than a change is written.
+    async fn try_revoke(&mut self, lease: i64, member: &Member) -> Result<(), Error> {
         self.etcd.refresh().await?;
+        if !self.announced {
+            self.put(&Member { draining: true, ..member.clone() }, lease).await?;
+        }
         self.etcd.client.lease_revoke(lease).await.map(drop)
     }
 

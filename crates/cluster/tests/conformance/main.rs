@@ -9,7 +9,7 @@ mod special;
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use backing::{Backing, Embedded, Etcd};
 use baton_cluster::{ClusterError, MAX_TEXT, Member, Registry, Role, View, ViewReceiver, connect};
@@ -31,6 +31,7 @@ macro_rules! conformance {
 
 conformance!(
     a_member_is_seen_updated_and_revoked,
+    a_member_that_leaves_is_not_kept,
     a_dead_member_expires_and_a_living_one_does_not,
     views_come_in_order,
     two_members_may_have_one_address,
@@ -52,6 +53,23 @@ async fn a_member_is_seen_updated_and_revoked(backing: impl Backing) {
     lease.revoke().await;
     let view = until(&mut views, |v| v.members.is_empty()).await;
     assert!(!view.stale && view.last_update.is_some());
+}
+
+/// Watchers keep a member that vanished for 10 s. One that leaves says so, however soon after its drain began.
+async fn a_member_that_leaves_is_not_kept(backing: impl Backing) {
+    let worker = registry(&backing).await;
+    let mut views = registry(&backing).await.watch();
+    for (id, drains) in [(1, true), (2, false)] {
+        let lease = worker.register(member(id), TTL).await.unwrap();
+        until(&mut views, |v| !v.members.is_empty()).await;
+        if drains {
+            lease.set_draining();
+        }
+        let began = Instant::now();
+        lease.revoke().await;
+        until(&mut views, |v| v.members.is_empty()).await;
+        assert!(began.elapsed() < Duration::from_secs(5), "{id}: {:?}", began.elapsed());
+    }
 }
 
 async fn a_dead_member_expires_and_a_living_one_does_not(backing: impl Backing) {

@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
-use super::{Action, Failure, Input, Leg, RequestLimits, State};
+use super::{Action, Failure, Input, Leg, NEW_WAITS, RequestLimits, State};
 use crate::placement::Placed;
 
 /// Most decode tokens kept while the prefill stream has not sent the first token. The two streams are two connections, so
 /// decode tokens can overtake the first token. More of them than this means that the prefill stream hangs.
 const MAX_EARLY: usize = 1024;
-/// Most waits for a worker to appear during a recovery. They double from [`FIRST_WAIT`]: 1.55 s in all, within the 2 s of I5.
-const MAX_WAITS: u32 = 5;
+/// Waits for a worker to appear double from the first to the longest, until they are as long together as is allowed.
 const FIRST_WAIT: Duration = Duration::from_millis(50);
+const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
 /// One request. Feed it every input through [`RequestMachine::step`] and do what comes out.
 #[derive(Clone, Debug)]
@@ -26,7 +26,9 @@ pub struct RequestMachine {
     pub(super) base: usize,
     /// Failures that cost an attempt.
     pub(super) attempt: u32,
-    pub(super) waits: u32,
+    /// The next wait for a worker, and the waits since the last token together.
+    pub(super) next_wait: Duration,
+    pub(super) waited: Duration,
     pub(super) verify_failures: u32,
     pub(super) avoid: Vec<WorkerId>,
     /// Workers in `avoid` that are never asked again: they hang, drain or are gone.
@@ -50,7 +52,8 @@ impl RequestMachine {
             emitted: Vec::new(),
             base: 0,
             attempt: 0,
-            waits: 0,
+            next_wait: FIRST_WAIT,
+            waited: Duration::ZERO,
             verify_failures: 0,
             avoid: Vec::new(),
             gone: Vec::new(),
@@ -153,20 +156,25 @@ impl RequestMachine {
 
     /// Handles that no worker can take the request:
     ///
-    /// - A new request fails at once, before any work is spent.
-    /// - A request that failed before waits for a worker to come back, unless its last failure was a full worker and nothing
-    ///   is emitted yet.
+    /// - One that would be too late fails at once, and so does one whose last worker was full, if nothing is emitted yet.
+    /// - Every other one waits for a worker to come (back), a new one a short time only.
     ///
     /// After the wait, workers that failed are asked again: they may have recovered, and asking costs nothing. Workers that
     /// hang, drain or are gone are not ([`Condition`](super::Condition)).
     fn wait_for_a_worker(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        let Some(last) = self.last_failure.clone() else { return self.fail(failure, out) };
-        let full = last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty();
-        if full || self.waits == MAX_WAITS {
-            return self.fail(last, out);
+        let most = match &self.last_failure {
+            Some(last) if last.kind == ErrorKind::ResourceExhausted && self.emitted.is_empty() => Duration::ZERO,
+            Some(_) => self.limits.worker_wait,
+            None if failure.kind == ErrorKind::Unavailable => self.limits.worker_wait.min(NEW_WAITS),
+            None => Duration::ZERO,
+        };
+        let wait = self.next_wait.min(most.saturating_sub(self.waited));
+        if wait.is_zero() {
+            return self.fail(self.last_failure.clone().unwrap_or(failure), out);
         }
-        out.push(Action::Backoff(FIRST_WAIT * 2u32.pow(self.waits)));
-        self.waits += 1;
+        out.push(Action::Backoff(wait));
+        self.waited += wait;
+        self.next_wait = LONGEST_WAIT.min(2 * self.next_wait);
         self.avoid.retain(|worker| self.gone.contains(worker));
         self.state = State::BackingOff;
     }
@@ -239,6 +247,11 @@ impl RequestMachine {
             }
             _ => {}
         }
+    }
+
+    /// Another wait for a worker may be as long as the first one.
+    pub(super) fn wait_anew(&mut self) {
+        (self.next_wait, self.waited) = (FIRST_WAIT, Duration::ZERO);
     }
 
     pub(super) fn on_token(&mut self, token: TokenOut, out: &mut Vec<Action>) {

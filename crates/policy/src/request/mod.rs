@@ -40,7 +40,13 @@ pub struct RequestLimits {
     pub stop_token_ids: Vec<u32>,
     /// Most attempts at this request, at least 1. A failure costs one, unless its worker took nothing on.
     pub max_attempts: u32,
+    /// How long a request that was placed before waits for a worker where none can take it. A new one waits [`NEW_WAITS`] at most.
+    pub worker_wait: Duration,
 }
+
+/// Longest time that a request which no worker has taken yet waits for one. The last worker may have left, and the router not have heard of
+/// the one that takes its place.
+pub const NEW_WAITS: Duration = Duration::from_secs(2);
 
 /// Why a leg or a request failed.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -36,6 +36,7 @@ impl RequestMachine {
             return false;
         }
         self.emitted.push(token.id);
+        self.wait_anew();
         out.push(Action::Emit(token));
         true
     }

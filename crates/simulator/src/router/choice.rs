@@ -18,6 +18,8 @@ use crate::world::World;
 
 /// Most attempts per request.
 const ATTEMPTS: u32 = 4;
+/// How long requests wait for a worker: less than the verdict on recoveries allows.
+const WORKER_WAIT: Duration = Duration::from_millis(1_500);
 
 /// A request in progress.
 pub(crate) struct InFlight {
@@ -65,6 +67,7 @@ impl World {
                 max_tokens: client.params.max_tokens,
                 stop_token_ids: client.params.stop_token_ids.clone(),
                 max_attempts: ATTEMPTS,
+                worker_wait: WORKER_WAIT,
             },
             deadline: at + Duration::from_micros(client.deadline),
             patience,

@@ -74,6 +74,12 @@
 {{- if and .Values.workers.rdma.resource (not (include "baton.ucxPorts" (dict "root" . "role" "decode"))) -}}
   {{- fail "workers.rdma.resource is set, but workers.config.transport is not ucx, so KV would not go by RDMA; set it to ucx, or workers.rdma.resource to \"\"" -}}
 {{- end -}}
+{{- if and .Values.workers.hostNetwork .Values.workers.sockets.hostPath -}}
+  {{- fail "workers.sockets.hostPath is set, but with workers.hostNetwork no two workers run on a node; set one of them only" -}}
+{{- end -}}
+{{- if and .Values.workers.hostNetwork .Values.networkPolicy.enabled (ne .Values.registry.type "external") (not .Values.networkPolicy.nodes) -}}
+  {{- fail "workers.hostNetwork is true, so workers have addresses of nodes, which network policies keep away from the registry; list these in networkPolicy.nodes, such as 10.0.0.0/16" -}}
+{{- end -}}
 {{- range $role := list "router" "prefill" "decode" -}}
   {{- $c := get $.Values $role -}}
   {{- with $c.autoscaling -}}

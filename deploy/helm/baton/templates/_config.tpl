@@ -83,6 +83,8 @@ no choice. */}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
   {{- /* On a volume that outlives the container, not the pod. */ -}}
   {{- $_ := set $settings "view_file" "/tmp/view.json" -}}
+  {{- /* Kubernetes starts pods again. */ -}}
+  {{- $_ := set $settings "worker_wait" "30s" -}}
   {{- if eq $v.registry.type "embedded" -}}
     {{- $_ := set $settings "internal" (printf "%s:%v" $any $ports.internal) -}}
   {{- end -}}
@@ -94,6 +96,10 @@ no choice. */}}
   {{- end -}}
 {{- else -}}
   {{- $settings = merge $settings $v.workers.config -}}
+  {{- if and (ne $v.registry.type "embedded") (not (hasKey $settings "registry_ttl")) -}}
+    {{- /* Routers notice a worker that died by its connections, so etcd need not be told every second that it lives. */ -}}
+    {{- $_ := set $settings "registry_ttl" "30s" -}}
+  {{- end -}}
 {{- end -}}
 {{- if and (ne .role "router") $v.workers.sockets.hostPath -}}
   {{- $_ := set $settings "transfer_sockets" (include "baton.socketsPath" .root) -}}

@@ -35,6 +35,10 @@ spec:
       maxSurge: {{ $c.rollout.maxSurge }}
       maxUnavailable: {{ $c.rollout.maxUnavailable }}
     {{- end }}
+  {{- if ne .role "router" }}
+  # The pod before goes when all routers know this one. A router that has just lost etcd hears of it up to 7 s late.
+  minReadySeconds: 10
+  {{- end }}
   # A rollout that stands still is reported when a pod had its time to load the model, and some.
   progressDeadlineSeconds: {{ add ($c.startupSeconds | default 600 | int) 300 }}
   selector:
@@ -64,6 +68,19 @@ would undo it, or fail: Helm refuses to change what another program has set. Tak
 {{- else -}}
 {{- int $c.replicas -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Name of the image: with neither a digest nor a tag, the one that has kernels for GPUs where the role computes on them. Takes root and role. */}}
+{{- define "baton.roleImage" -}}
+{{- $version := .root.Chart.AppVersion -}}
+{{- if has .role (list "prefill" "decode") -}}
+  {{- $backend := toString (get (include "baton.settings" . | fromYaml) "backend") -}}
+  {{- $gpus := hasKey ((get .root.Values .role).resources.limits | default dict) "nvidia.com/gpu" -}}
+  {{- if or (eq $backend "cuda") (and $gpus (ne $backend "cpu")) -}}
+    {{- $version = printf "%s-cuda" $version -}}
+  {{- end -}}
+{{- end -}}
+{{- include "baton.image" (dict "image" .root.Values.image "version" $version) -}}
 {{- end -}}
 
 {{/* Labels of the pods: those that select them, and the user's, which cannot replace them. No versions, which would start all pods again with
@@ -101,6 +118,11 @@ enableServiceLinks: false
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- if and (ne .role "router") $v.workers.hostNetwork }}
+hostNetwork: true
+# Without it, pods in a node's network do not find Services.
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
 securityContext:
   {{- toYaml $v.podSecurityContext | nindent 2 }}
 # Longer than the drain, so that it ends by itself.
@@ -115,7 +137,7 @@ initContainers:
   {{- end }}
   {{- if $prepare }}
   - name: sockets
-    image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+    image: {{ include "baton.roleImage" . | quote }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
     command: [install, -d, -o, {{ $v.podSecurityContext.runAsUser | quote }}, -g, {{ $v.podSecurityContext.runAsGroup | quote }}, -m, "0700", {{ include "baton.socketsPath" .root }}]
     securityContext:
@@ -130,7 +152,7 @@ initContainers:
 {{- end }}
 containers:
   - name: baton
-    image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+    image: {{ include "baton.roleImage" . | quote }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
     args: [{{ .role }}, --config, /etc/baton/baton.toml]
     {{- with include "baton.env" . | trim }}
@@ -246,7 +268,7 @@ root and role. */}}
 {{- define "baton.fetchContainer" -}}
 {{- $v := .root.Values -}}
 - name: model
-  image: {{ include "baton.image" (dict "image" $v.image "version" .root.Chart.AppVersion) | quote }}
+  image: {{ include "baton.roleImage" . | quote }}
   imagePullPolicy: {{ $v.image.pullPolicy }}
   args:
     - model
@@ -347,7 +369,7 @@ root and role. */}}
 {{- end -}}
 
 {{/* The admin endpoint answers before the model is there. A worker has started once it has loaded and joined the cluster; a router is
-ready only while there are workers, so for a router starting means no more than being alive. Takes root and role. */}}
+ready once there were workers, so for a router starting means no more than being alive. Takes root and role. */}}
 {{- define "baton.probes" -}}
 {{- $c := get .root.Values .role -}}
 startupProbe:

@@ -4,6 +4,8 @@ mod properties;
 mod recovery;
 pub(crate) mod table;
 
+use std::time::Duration;
+
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::{Action, Failure, Input, Leg, RequestLimits, RequestMachine};
@@ -16,7 +18,7 @@ const P2: WorkerId = WorkerId(0xf2);
 const STOP: u32 = 99;
 
 fn limits() -> RequestLimits {
-    RequestLimits { max_tokens: 8, stop_token_ids: vec![STOP], max_attempts: 3 }
+    RequestLimits { max_tokens: 8, stop_token_ids: vec![STOP], max_attempts: 3, worker_wait: Duration::from_secs(3) }
 }
 
 /// The token every worker would sample at an index.

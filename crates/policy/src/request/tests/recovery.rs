@@ -1,7 +1,7 @@
 //! The promised recoveries, each as a scenario.
 
 use super::*;
-use crate::request::State;
+use crate::request::{NEW_WAITS, State};
 
 fn ids(actions: &[Action]) -> Vec<(WorkerId, bool)> {
     let open = |a: &Action| if let Action::OpenDecode { worker, local } = a { Some((*worker, *local)) } else { None };
@@ -217,15 +217,32 @@ fn a_full_cluster_is_said_at_once() {
 
 #[test]
 fn waiting_for_a_worker_is_bounded() {
-    let mut inputs = vec![local(D1), token(0), Input::DecodeLost(lost(ErrorKind::Unavailable))];
-    for _ in 0..10 {
-        inputs.push(Input::NotPlaced(lost(ErrorKind::Unavailable)));
-        inputs.push(Input::BackoffOver);
-    }
-    let (machine, actions) = after(inputs);
+    let nobody = [Input::NotPlaced(lost(ErrorKind::Unavailable)), Input::BackoffOver];
+    let nobody = || nobody.iter().cycle().take(20).cloned();
+    let waits = |actions: &[Action]| -> Vec<u128> {
+        actions.iter().filter_map(|a| if let Action::Backoff(d) = a { Some(d.as_millis()) } else { None }).collect()
+    };
+    let begun = [local(D1), token(0), Input::DecodeLost(lost(ErrorKind::Unavailable))];
+    let (machine, actions) = after(begun.iter().cloned().chain(nobody()));
     assert!(machine.ended());
-    let waits = actions.iter().filter_map(|a| if let Action::Backoff(d) = a { Some(d.as_millis()) } else { None });
-    assert_eq!(waits.sum::<u128>(), 1550, "I5: within 2 s");
+    assert_eq!(waits(&actions), [50, 100, 200, 400, 500, 500, 500, 500, 250]);
+    assert_eq!(waits(&actions).iter().sum::<u128>(), limits().worker_wait.as_millis(), "I5");
+    // A new one gives up sooner.
+    let (machine, actions) = after(nobody());
+    assert!(machine.ended());
+    assert_eq!(waits(&actions).iter().sum::<u128>(), NEW_WAITS.as_millis(), "I5");
+    // One that goes on in between may wait as long again.
+    let again = [local(D2), token(1), Input::DecodeLost(lost(ErrorKind::Unavailable))];
+    let (machine, actions) = after(begun.into_iter().chain(nobody().take(16)).chain(again).chain(nobody()));
+    assert!(machine.ended());
+    assert_eq!(waits(&actions).iter().sum::<u128>(), 2750 + 3000);
+}
+
+#[test]
+fn what_would_be_late_waits_for_no_worker() {
+    let (machine, actions) = after([Input::NotPlaced(lost(ErrorKind::ResourceExhausted))]);
+    assert!(machine.ended());
+    assert_eq!(actions.last(), Some(&Action::Fail(lost(ErrorKind::ResourceExhausted))));
 }
 
 #[test]
@@ -243,9 +260,9 @@ fn a_worker_that_hangs_is_not_asked_again() {
             machine.step(Input::BackoffOver, &mut Vec::new());
         }
     };
-    assert_eq!(asked_again(Failure::silent("gone")), vec![vec![D1]; 5]);
-    assert_eq!(asked_again(Failure::leaving("drains")), vec![vec![D1]; 5]);
-    assert_eq!(asked_again(lost(ErrorKind::Unavailable)), vec![vec![]; 5]);
+    assert_eq!(asked_again(Failure::silent("gone")), vec![vec![D1]; 9]);
+    assert_eq!(asked_again(Failure::leaving("drains")), vec![vec![D1]; 9]);
+    assert_eq!(asked_again(lost(ErrorKind::Unavailable)), vec![vec![]; 9]);
 }
 
 #[test]

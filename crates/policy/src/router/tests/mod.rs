@@ -106,7 +106,12 @@ impl Scene {
             block_size: 2,
             cache_salt: String::new(),
             scored,
-            limits: RequestLimits { max_tokens: 8, stop_token_ids: vec![99], max_attempts: 3 },
+            limits: RequestLimits {
+                max_tokens: 8,
+                stop_token_ids: vec![99],
+                max_attempts: 3,
+                worker_wait: Duration::from_secs(2),
+            },
             deadline: now + DEADLINE,
             patience,
             slo: Default::default(),
