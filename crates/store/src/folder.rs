@@ -35,14 +35,16 @@ pub struct About {
 }
 
 impl About {
-    /// Writes the description, unless it is there.
-    pub(crate) fn write(&self, directory: &Path, name: FileName) -> Result<(), OpenError> {
+    /// Writes the description, unless it is there. A full disk must not keep a store from opening: a description helps people, no more.
+    pub(crate) fn write(&self, directory: &Path, name: FileName) {
         let path = directory.join(format!("{name}{ABOUT}"));
         let text = serde_json::to_string_pretty(self).unwrap_or_default();
         if std::fs::read_to_string(&path).is_ok_and(|there| there == text) {
-            return Ok(());
+            return;
         }
-        std::fs::write(&path, text).map_err(|cause| OpenError::Directory { doing: "write", path, cause })
+        if let Err(error) = std::fs::write(&path, text) {
+            tracing::warn!(path = %path.display(), %error, "cannot say what the KV on disk is of; `baton kv` will not read it");
+        }
     }
 }
 

@@ -73,10 +73,8 @@ impl KvStore {
         let files =
             config.disk.map(|size| Files::open(&directory, config.identity, &config.shape, size)).transpose()?;
         if let (Some(about), Some(size)) = (about, config.disk) {
-            about.write(
-                &directory,
-                FileName { identity: config.identity, stride: config.shape.stride() as u64, records: size.records },
-            )?;
+            let (identity, stride) = (config.identity, config.shape.stride() as u64);
+            about.write(&directory, FileName { identity, stride, records: size.records });
         }
         KvStore::over(files.map(|files| Box::new(files) as Box<dyn Disk>), config, threads, wake)
     }

@@ -28,6 +28,14 @@ fn sums(looked: &Looked) -> (u64, u64, u64) {
     (sum(|s| s.live), sum(|s| s.torn), sum(|s| s.damaged))
 }
 
+/// What a directory has in it.
+fn names(directory: &std::path::Path) -> Vec<String> {
+    let names = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
 #[test]
 fn a_directory_says_what_is_in_it_and_what_is_damaged() {
     let directory = tempfile::tempdir().unwrap();
@@ -77,4 +85,47 @@ fn a_segment_that_is_punched_is_blank_and_the_rest_is_found() {
     drop(store);
     folder.alone(|folder| folder.remove(file)).unwrap();
     assert!(Folder::find(directory.path()).unwrap().is_empty());
+    assert_eq!(names(directory.path()), ["lock"], "the description goes with it");
+}
+
+/// A description helps people. Where it cannot be written, the store works without.
+#[test]
+fn a_store_opens_without_its_description() {
+    let directory = tempfile::tempdir().unwrap();
+    drop(KvStore::open(settings(directory.path()), None).unwrap());
+    let [folder] = Folder::find(directory.path()).unwrap().try_into().unwrap();
+    let about = format!("{}.json", folder.files[0].path.display());
+    std::fs::remove_file(&about).unwrap();
+    std::fs::create_dir(&about).unwrap();
+    let store = KvStore::open(settings(directory.path()), None).unwrap();
+    assert!(store.settled(LONG));
+    put_all(&store, 0..4);
+    let [folder] = Folder::find(directory.path()).unwrap().try_into().unwrap();
+    assert!(folder.files[0].look(true).unwrap().is_none(), "what it is of is not known");
+}
+
+/// A file of another identity goes when a store opens, and its description with it.
+#[test]
+fn descriptions_are_of_the_file_that_is_there() {
+    let directory = tempfile::tempdir().unwrap();
+    drop(KvStore::open(settings(directory.path()), None).unwrap());
+    let other = Settings {
+        config: StoreConfig {
+            identity: Identity { numerics: 3, ..settings(directory.path()).config.identity },
+            ..config(16)
+        },
+        ..settings(directory.path())
+    };
+    drop(KvStore::open(other, None).unwrap());
+    let there = names(directory.path());
+    assert_eq!(there.len(), 3, "{there:?}");
+    let [folder] = Folder::find(directory.path()).unwrap().try_into().unwrap();
+    let file = &folder.files[0];
+    assert_eq!(file.name.identity.numerics, 3);
+    assert!(file.about.is_some());
+    // One of another layout, whose records are as long.
+    let about = About { layout: KvLayout { model: 2, ..layout() }, ..file.about.clone().unwrap() };
+    std::fs::write(format!("{}.json", file.path.display()), serde_json::to_string(&about).unwrap()).unwrap();
+    let [folder] = Folder::find(directory.path()).unwrap().try_into().unwrap();
+    assert!(folder.files[0].about.is_none(), "it says nothing of this file");
 }
