@@ -9,12 +9,14 @@ mod chat;
 mod explain;
 mod fetch;
 mod kubernetes;
+mod kv;
 mod model;
 mod scale;
 mod shell;
 mod status;
 mod supervisor;
 mod up;
+mod warm;
 
 use std::process::ExitCode;
 
@@ -68,6 +70,8 @@ fn command() -> Command {
         .subcommand(model::command())
         .subcommand(status::command())
         .subcommand(explain::command())
+        .subcommand(kv::command())
+        .subcommand(warm::command())
         .subcommand(scale::command())
         .subcommand(scale::drain_command())
         .subcommand(bench::command())
@@ -84,6 +88,8 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
         Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),
+        Some(("kv", m)) => kv::run(m),
+        Some(("warm", m)) => runtime()?.block_on(warm::run(m)),
         Some(("explain", m)) => runtime()?.block_on(explain::run(m)),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
         Some(("scale", m)) => runtime()?.block_on(scale::scale(m)),
