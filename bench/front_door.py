@@ -9,6 +9,7 @@ router's own, user and system time. "other core" says how busy workers and load 
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -124,12 +126,13 @@ def direct(options):
         return load(options, f"http://127.0.0.1:{port}", "tiny")
 
 
-def baton(binary):
+def baton(binary, flags=(), watched=False):
+    """`watched`: a page of it is open."""
     def run(options):
         http, grpc, internal, admin = (free_port() for _ in range(4))
         url = f"http://127.0.0.1:{http}"
         router = [binary, "router", "--model", options.model, "--http", f"127.0.0.1:{http}", "--grpc", f"127.0.0.1:{grpc}",
-                  "--internal", f"127.0.0.1:{internal}", "--admin", f"127.0.0.1:{admin}", "--log", "error", "--max-inflight", "65536", "--max-connections", "65536"]
+                  "--internal", f"127.0.0.1:{internal}", "--admin", f"127.0.0.1:{admin}", "--log", "error", "--max-inflight", "65536", "--max-connections", "65536", *flags]
         with Process(ROUTER_CORE, router) as router:
             answers(f"{url}/health")
             model = json.loads(answers(f"http://127.0.0.1:{admin}/cluster"))["model"]
@@ -138,7 +141,41 @@ def baton(binary):
                 workers.says("registered")
                 answers(f"{url}/ready")
                 served = json.loads(answers(f"{url}/v1/models"))["data"][0]["id"]
-                return measured(options, router, url, served)
+                with open_page(f"http://127.0.0.1:{admin}") if watched else contextlib.nullcontext():
+                    return measured(options, router, url, served)
+    return run
+
+
+@contextlib.contextmanager
+def open_page(admin):
+    """Reads what a live page reads, all the time."""
+    with urllib.request.urlopen(f"{admin}/page/events", timeout=60) as events:
+        reader = threading.Thread(target=lambda: [None for _ in events], daemon=True)
+        reader.start()
+        yield
+        if not reader.is_alive():
+            raise SystemExit("the page's events ended")
+        events.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+        reader.join()
+
+
+def traced(binary, collector, share):
+    """Sends traces of a share of its requests to a collector on the other core."""
+    def run(options):
+        port, folder = free_port(), pathlib.Path(tempfile.mkdtemp())
+        try:
+            (folder / "collector.yaml").write_text(
+                f"receivers: {{otlp: {{protocols: {{grpc: {{endpoint: '127.0.0.1:{port}'}}}}}}}}\nexporters: {{nop: }}\n"
+                "service: {telemetry: {metrics: {level: none}}, pipelines: {traces: {receivers: [otlp], exporters: [nop]}}}\n")
+            with Process(OTHER_CORE, [collector, "--config", str(folder / "collector.yaml")]):
+                until = time.monotonic() + 60
+                while socket.socket().connect_ex(("127.0.0.1", port)):
+                    if time.monotonic() > until:
+                        raise SystemExit(f"{collector} does not listen")
+                    time.sleep(0.1)
+                return baton(binary, ["--otlp-endpoint", f"http://127.0.0.1:{port}", "--otlp-sample", str(share)])(options)
+        finally:
+            shutil.rmtree(folder)
     return run
 
 
@@ -193,6 +230,8 @@ def main():
     parser.add_argument("--baton", required=True, help="the program to measure")
     parser.add_argument("--tool", required=True, help="the built example front_door")
     parser.add_argument("--other", action="append", default=[], metavar="NAME=PROGRAM", help="another Baton beside it")
+    parser.add_argument("--seen", metavar="COLLECTOR", help="only what it costs to see it: with a page open, and with traces of 1% and of all requests "
+                        "sent to this OpenTelemetry collector, which tests/traces/run builds as target/otelcol/otelcol")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND",
                         help="a router that passes HTTP through; {port}, {backends} and {free} in the command are filled in")
     parser.add_argument("--text-peer", action="append", default=[], metavar="NAME=COMMAND",
@@ -211,12 +250,16 @@ def main():
     parser.add_argument("--step-ms", type=float, default=10)
     options = parser.parse_args()
     routers = {"baton": baton(options.baton)}
+    if options.seen:
+        routers["page open"] = baton(options.baton, watched=True)
+        routers |= {f"traces of {share:.0%}": traced(options.baton, options.seen, share) for share in (0.01, 1)}
     routers |= {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
     for peers, text in ((options.peer, False), (options.text_peer, True)):
         routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
     if options.dynamo:
         routers["dynamo"] = dynamo(options.dynamo)
-    routers["bytes only"] = relay
+    if not options.seen:
+        routers["bytes only"] = relay
     rates, bursts = list(map(float, options.rates.split(","))), list(map(int, options.bursts.split(",")))
     shares = options.shared.split(",") if options.shared else [None]
     rows, held = [], {}

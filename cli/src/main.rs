@@ -9,6 +9,7 @@ mod chat;
 mod explain;
 mod fetch;
 mod kubernetes;
+mod kv;
 mod model;
 mod scale;
 mod shell;
@@ -17,6 +18,7 @@ mod supervisor;
 mod terminal;
 mod top;
 mod up;
+mod warm;
 
 use std::process::ExitCode;
 
@@ -71,6 +73,8 @@ fn command() -> Command {
         .subcommand(status::command())
         .subcommand(top::command())
         .subcommand(explain::command())
+        .subcommand(kv::command())
+        .subcommand(warm::command())
         .subcommand(scale::command())
         .subcommand(scale::drain_command())
         .subcommand(bench::command())
@@ -87,6 +91,8 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
         Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),
+        Some(("kv", m)) => kv::run(m),
+        Some(("warm", m)) => runtime()?.block_on(warm::run(m)),
         Some(("explain", m)) => runtime()?.block_on(explain::run(m)),
         Some(("status", m)) => runtime()?.block_on(status::run(m)),
         Some(("top", m)) => runtime()?.block_on(top::run(m)),

@@ -1,6 +1,7 @@
 //! `baton status`: shows a running cluster's workers. Also how commands find a cluster.
 
 mod report;
+mod tiers;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -44,6 +45,10 @@ pub fn command() -> Command {
     Command::new("status")
         .about("Shows the workers of a running cluster, their KV blocks, and over what KV goes between them")
         .arg(json)
+        .arg(Arg::new("kv").long("kv").action(ArgAction::SetTrue).help(
+            "Shows instead what each worker's pool, host memory and disk hold (--kv-host, --kv-disk). Hits are tokens that the KV store has \
+             handed out since the worker began, and each tier's share of them",
+        ))
         .args(reach_args())
 }
 
@@ -133,6 +138,7 @@ pub async fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     };
     match matches.get_flag("json") {
         true => println!("{:#}", report::json(&workers)),
+        false if matches.get_flag("kv") => print!("{}", tiers::table(&workers)),
         false => print!("{}", report::table(&workers)),
     }
     Ok(())

@@ -115,8 +115,8 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
             bail!("{} and {} are both {}; they must differ", one.0, other.0, one.1);
         }
     }
-    // The admin address is the router's; this process has one of its own.
-    let own = ProcessConfig { admin: LOOPBACK, ..config.process.clone() };
+    // The admin address is the router's; this process has one of its own. It works on no request, and so has no spans.
+    let own = ProcessConfig { admin: LOOPBACK, otlp_endpoint: None, ..config.process.clone() };
     let process = Process::start("up", &own, Default::default()).await?;
     let shutdown = process.shutdown.clone();
     tokio::select! {
@@ -317,6 +317,8 @@ fn common_args(config: &UpConfig, admin: impl ToString) -> Vec<String> {
     args.extend(config.fetch.hub_token_file.iter().flat_map(|path| flag("hub-token-file", path.display())));
     args.extend(flag("log", &config.process.log));
     args.extend(flag("log-format", config.process.log_format));
+    args.extend(config.process.otlp_endpoint.iter().flat_map(|endpoint| flag("otlp-endpoint", endpoint)));
+    args.extend(flag("otlp-sample", config.process.otlp_sample));
     args.extend(flag("admin", admin));
     args.extend(flag("drain-timeout", format_duration(config.process.drain_timeout)));
     args

@@ -7,7 +7,9 @@ use baton_engine::Start;
 use baton_proto::v1::{self, decode_event::Event as Sent, decode_server};
 use baton_roles::Decode;
 use baton_roles::decode::Answer;
-use baton_worker::{Commands, EngineHandle, Events, KvEnds, Node, NodeRole, Wire, WorkerError, scored, stream_status};
+use baton_worker::{
+    Commands, EngineHandle, Events, KvEnds, Moment, Node, NodeRole, Traced, Wire, WorkerError, scored, stream_status,
+};
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status};
 
@@ -47,18 +49,31 @@ impl decode_server::Decode for DecodeNode {
     type GenerateStream = Events<Self, Message>;
 
     async fn generate(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let request = request.into_inner();
+        let (metadata, _, request) = request.into_parts();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
+        let traced = Traced::read(&metadata, "decode worker", &sequence.request_id);
         let start = if request.compute_here { Start::Compute } else { Start::Receive };
         let new = Box::new(self.node.new_sequence(sequence, start).await?);
-        Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Generate { new, stream, accepted })
-            .await
+        Events::open(&self.engine, Message::Cancel, traced, |stream, accepted| Message::Generate {
+            new,
+            stream,
+            accepted,
+        })
+        .await
     }
 }
 
 impl Wire for DecodeNode {
     type Item = Answer;
     type Event = v1::DecodeEvent;
+
+    fn moment(answer: &Answer) -> Moment {
+        match answer {
+            Answer::Reserved(_) => Moment::Reserved,
+            Answer::Token(_) => Moment::Token,
+            _ => Moment::Other,
+        }
+    }
 
     fn event(answer: Answer) -> Result<(v1::DecodeEvent, bool), Status> {
         let last = answer.is_last();

@@ -11,7 +11,8 @@ use baton_roles::prefill::{Answer, check_target};
 use baton_transfer::Handoff;
 use baton_types::{BatonError, ErrorKind, KvLayout};
 use baton_worker::{
-    Commands, EngineHandle, Events, KvEnds, Node, NodeRole, Wire, WorkerError, scored, stream_status, transferred,
+    Commands, EngineHandle, Events, KvEnds, Moment, Node, NodeRole, Traced, Wire, WorkerError, scored, stream_status,
+    transferred,
 };
 use tonic::service::RoutesBuilder;
 use tonic::{Request, Response, Status, Streaming};
@@ -52,10 +53,11 @@ impl prefill_server::Prefill for PrefillNode {
     type RunStream = Events<Self, Message>;
 
     async fn run(&self, request: Request<Streaming<v1::PrefillRequest>>) -> Result<Response<Self::RunStream>, Status> {
-        let mut requests = request.into_inner();
+        let (metadata, _, mut requests) = request.into_parts();
         let first = requests.message().await?.ok_or_else(|| Status::invalid_argument("the stream has no request"))?;
         let v1::PrefillRequest { sequence, target, target_follows } = first;
         let sequence = sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
+        let traced = Traced::read(&metadata, "prefill worker", &sequence.request_id);
         let left = match sequence.deadline_ms {
             0 => self.node.config.kv_lease,
             ms => Duration::from_millis(ms),
@@ -65,7 +67,7 @@ impl prefill_server::Prefill for PrefillNode {
         let tokens = new.tokens.len();
         let aim = Aim { ends: self.ends.clone(), layout: self.node.geometry.layout.clone(), tokens, deadline };
         let handoff = if target_follows { None } else { Some(aim.open(&target).map_err(status)?) };
-        let events = Events::open(&self.engine, Message::Cancel, |stream, accepted| Message::Run {
+        let events = Events::open(&self.engine, Message::Cancel, traced, |stream, accepted| Message::Run {
             new: Box::new(new),
             handoff,
             stream,
@@ -115,6 +117,14 @@ fn status((kind, message): (ErrorKind, String)) -> Status {
 impl Wire for PrefillNode {
     type Item = Answer;
     type Event = v1::PrefillEvent;
+
+    fn moment(answer: &Answer) -> Moment {
+        match answer {
+            Answer::FirstToken { .. } => Moment::Computed,
+            Answer::Transferred(_) => Moment::Sent,
+            _ => Moment::Other,
+        }
+    }
 
     fn event(answer: Answer) -> Result<(v1::PrefillEvent, bool), Status> {
         let last = answer.is_last();

@@ -25,7 +25,7 @@ use crate::sink::Sink;
 use crate::standing::Standing;
 use crate::trace::{Subject, Trace};
 use crate::waits::{Alarm, Dormant};
-use crate::worker::{Allowed, FetchBegins, Leg, Word, Workers, open_decode, open_prefill};
+use crate::worker::{Allowed, FetchBegins, Leg, Word, Workers, open_decode, open_prefill, traced};
 
 /// One choice to run.
 pub(crate) struct Job {
@@ -95,6 +95,7 @@ impl Driver {
             received: sink.record().received(),
             prompt_tokens: job.prompt.len() as u32,
             prompt: job.shown.take(),
+            span: sink.record().span().map(|span| span.child()),
         });
         let (decode, prefill, target, fetch, unplaced) = (None, None, None, None, None);
         Driver {
@@ -226,20 +227,20 @@ impl Driver {
             Effect::OpenDecode { worker, local, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
-                self.trace.opens_decode(worker, local);
+                let span = self.trace.opens_decode(worker, local);
                 let sequence = Some(self.sequence(sequence));
                 let request = v1::DecodeRequest { sequence, compute_here: local };
                 let fetch = if local { self.fetch_to(worker) } else { None };
-                self.decode = Some(open_decode(self.workers.link(worker), request, fetch));
+                self.decode = Some(open_decode(self.workers.link(worker), traced(request, span), fetch));
             }
             Effect::OpenPrefill { worker, target, sequence } => {
                 self.sink.record().worker(worker);
                 self.forecast.opens(worker);
-                self.trace.opens_prefill(worker);
+                let span = self.trace.opens_prefill(worker);
                 let (target_follows, target) = (target.is_none(), target.unwrap_or_default());
                 let request = v1::PrefillRequest { sequence: Some(self.sequence(sequence)), target, target_follows };
                 let fetch = self.fetch_to(worker);
-                let (prefill, follows) = open_prefill(self.workers.link(worker), request, fetch);
+                let (prefill, follows) = open_prefill(self.workers.link(worker), traced(request, span), fetch);
                 (self.prefill, self.target) = (Some(prefill), follows);
             }
             Effect::SendTarget(target) => {

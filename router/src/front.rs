@@ -167,7 +167,7 @@ impl Front {
 
     /// Starts a request, or says why it is refused.
     pub async fn generate(&self, input: GenerateInput) -> Result<Generation, RequestError> {
-        let record = Arc::new(Record::new(input.request_id.clone(), input.tenant.clone(), input.received));
+        let record = Arc::new(Record::new(input.request_id.clone(), input.tenant.clone(), input.received, input.span));
         let started = self.start(input, &record).await;
         if let Err(error) = &started {
             record.failed(error);

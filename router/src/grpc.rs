@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_proto::v1::generate_request::Input;
+use baton_runtime::traces;
 use baton_types::{Class, Constraint, ErrorKind, RequestId, SamplingParams, random_u64};
 use futures::Stream;
 use tokio::time::Instant;
@@ -53,10 +54,11 @@ impl v1::inference_server::Inference for Inference {
             &admitted.ok_or_else(|| Status::internal("the call was not admitted"))?;
         let deadline = self.front.deadline(*received, client_timeout(request.metadata()));
         let traced = request.metadata().get(TRACE).is_some_and(|value| value == "1");
+        let span = traces::begin(request.metadata().get("traceparent").and_then(|value| value.to_str().ok()));
         let (traced, received) = (traced.then(|| Arc::clone(&self.front)), *received);
         let input = read(request.into_inner(), received, deadline, &self.front.models.defaults());
         let input = input.inspect_err(|e| self.front.refused(e)).map_err(|e| status(&e))?;
-        let input = GenerateInput { tenant: tenant.clone(), ..input };
+        let input = GenerateInput { tenant: tenant.clone(), span, ..input };
         let request_id = input.request_id.clone();
         let (tools, chat) = (input.tools.clone(), matches!(input.prompts[..], [Prompt::Chat(..)]));
         let may_think = chat && !input.is_forced();
@@ -221,6 +223,7 @@ fn read(
         request_id: RequestId(id),
         deadline,
         received,
+        span: None,
     })
 }
 

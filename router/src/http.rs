@@ -10,6 +10,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use baton_policy::Left;
 use baton_runtime::places::holding;
+use baton_runtime::traces;
 use baton_types::{ErrorKind, RequestId, random_u64};
 use serde_json::json;
 use tokio::time::Instant;
@@ -79,12 +80,14 @@ async fn serve(front: Arc<Front>, request: Request, endpoint: Endpoint) -> Respo
     let received = Instant::now();
     let id = request_id(request.headers(), endpoint);
     let deadline = front.deadline(received, None);
+    let span = traces::begin(request.headers().get("traceparent").and_then(|value| value.to_str().ok()));
     let tenant = tenant(&front, request.headers()).inspect_err(|error| front.refused(error));
     let traced = request.headers().get(TRACE).is_some_and(|value| value == "1").then(|| Arc::clone(&front));
     let answered = match tenant.clone() {
         Ok(tenant) => {
             let defaults = front.models.defaults();
-            let envelope = Envelope { request_id: RequestId(id.clone()), tenant, received, deadline, defaults };
+            let request_id = RequestId(id.clone());
+            let envelope = Envelope { request_id, tenant, received, deadline, defaults, span };
             answer(front, request.into_body(), endpoint, envelope).await
         }
         Err(error) => Err(error),

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use baton_policy::Capacity;
+use baton_runtime::traces::SpanPlace;
 use baton_types::{RequestId, SamplingParams, random_u64};
 use tokio::time::Instant;
 
@@ -59,6 +60,8 @@ pub(crate) struct GenerateInput {
     pub deadline: Instant,
     /// When the request arrived.
     pub received: Instant,
+    /// Its place in a trace that a collector gets, if that is kept.
+    pub span: Option<SpanPlace>,
 }
 
 /// One prompt after checking and tokenising.

@@ -2,9 +2,11 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::SystemTime;
 
 use baton_policy::{Failure, Leg};
 use baton_runtime::metrics as names;
+use baton_runtime::traces::{self, Span, SpanKind, SpanPlace};
 use baton_types::{Class, ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
 use metrics::{Histogram, counter, gauge, histogram};
 use tokio::time::Instant;
@@ -18,6 +20,8 @@ pub(crate) struct Record {
     request_id: RequestId,
     tenant: Option<Arc<Tenant>>,
     received: Instant,
+    /// Its place in a trace that a collector gets, if that is kept.
+    span: Option<SpanPlace>,
     /// Unset: it is not known yet.
     class: OnceLock<Class>,
     first_token: OnceLock<Instant>,
@@ -59,11 +63,16 @@ impl TokenClock {
 
 impl Record {
     /// The record of a request that arrived at `received`.
-    pub fn new(request_id: RequestId, tenant: Option<Arc<Tenant>>, received: Instant) -> Record {
+    pub fn new(
+        request_id: RequestId,
+        tenant: Option<Arc<Tenant>>,
+        received: Instant,
+        span: Option<SpanPlace>,
+    ) -> Record {
         gauge!(names::REQUESTS_IN_FLIGHT).increment(1);
         let (first_token, tokens) = (OnceLock::new(), AtomicU32::new(0));
         let class = OnceLock::new();
-        Record { request_id, tenant, received, class, first_token, tokens, state: Mutex::default() }
+        Record { request_id, tenant, received, span, class, first_token, tokens, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -78,6 +87,11 @@ impl Record {
     /// When the request arrived.
     pub fn received(&self) -> Instant {
         self.received
+    }
+
+    /// Its place in a trace that a collector gets, if that is kept.
+    pub fn span(&self) -> Option<SpanPlace> {
+        self.span
     }
 
     /// The class of the request is this.
@@ -158,8 +172,33 @@ impl Drop for Record {
         let ttft = self.first_token.get().map(|at| (*at - self.received).as_secs_f64());
         let Usage { prompt_tokens, cached_tokens, .. } = state.usage;
         let completion_tokens = self.tokens.load(Ordering::Relaxed);
+        if let Some(place) = self.span {
+            let to = SystemTime::now();
+            let mut about = vec![
+                ("baton.request_id", self.request_id.to_string()),
+                ("baton.class", class.to_owned()),
+                ("baton.outcome", outcome.to_owned()),
+                ("baton.prompt_tokens", prompt_tokens.to_string()),
+                ("baton.completion_tokens", completion_tokens.to_string()),
+                ("baton.cached_tokens", cached_tokens.to_string()),
+                ("baton.recoveries", state.recoveries.to_string()),
+            ];
+            about.extend(self.tenant.as_ref().map(|tenant| ("baton.tenant", tenant.name().to_owned())));
+            let error = state.failed.as_ref().filter(|error| error.kind.fault() != Fault::Client);
+            traces::end(Span {
+                place,
+                name: "request",
+                kind: SpanKind::Server,
+                from: to.checked_sub(self.received.elapsed()).unwrap_or(to),
+                to,
+                about,
+                events: Vec::new(),
+                error: error.map(ToString::to_string),
+            });
+        }
         tracing::info!(
             request = %self.request_id,
+            trace = self.span.map(|span| span.trace_id()),
             tenant = self.tenant.as_ref().map(|tenant| tenant.name()),
             class,
             outcome,

@@ -31,7 +31,7 @@ pub struct Checked {
 pub async fn read(endpoint: Endpoint, body: &[u8], model: &Arc<ServedModel>) -> Result<Checked, RequestError> {
     let now = Instant::now();
     let (request_id, defaults) = (RequestId("test".to_owned()), Arc::new(Defaults::only(model.defaults().clone())));
-    let envelope = Envelope { request_id, tenant: None, received: now, deadline: now, defaults };
+    let envelope = Envelope { request_id, tenant: None, received: now, deadline: now, defaults, span: None };
     let (input, Asked { stream, .. }, _) = openai::read(endpoint, body, envelope)?;
     input.check(model)?;
     let tools = input.tools.is_some();

@@ -8,11 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use baton_policy::{ChoiceInput, DecodeWord, Leg, LegEnd, PrefillWord};
 use baton_proto::v1;
+use baton_runtime::traces::SpanPlace;
 use baton_types::{Class, FinishReason, RequestId, WorkerId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
+
+mod spans;
 
 /// Choices that are remembered.
 pub(crate) const MOST: usize = 256;
@@ -41,6 +44,8 @@ pub(crate) struct Subject {
     pub prompt_tokens: u32,
     /// The beginning of its prompt, if people may see it.
     pub prompt: Option<String>,
+    /// Its place in a trace that a collector gets, if that is kept.
+    pub span: Option<SpanPlace>,
 }
 
 /// The trace of one choice.
@@ -89,10 +94,12 @@ enum Mark {
     Decode {
         worker: WorkerId,
         local: bool,
+        span: Option<SpanPlace>,
     },
     /// A prefill worker is asked.
     Prefill {
         worker: WorkerId,
+        span: Option<SpanPlace>,
     },
     /// The decode worker holds blocks for it.
     Reserved,
@@ -184,14 +191,18 @@ impl Trace {
         self.mark(placed.map_or(Mark::NotPlaced, |p| Mark::Placed { decode: p.decode, prefill: p.prefill }));
     }
 
-    /// A decode worker is asked.
-    pub fn opens_decode(&self, worker: WorkerId, local: bool) {
-        self.mark(Mark::Decode { worker, local });
+    /// A decode worker is asked. Returns what makes its spans children of this.
+    pub fn opens_decode(&self, worker: WorkerId, local: bool) -> Option<SpanPlace> {
+        let span = self.subject.span.map(|span| span.child());
+        self.mark(Mark::Decode { worker, local, span });
+        span
     }
 
-    /// A prefill worker is asked.
-    pub fn opens_prefill(&self, worker: WorkerId) {
-        self.mark(Mark::Prefill { worker });
+    /// A prefill worker is asked. Returns the same.
+    pub fn opens_prefill(&self, worker: WorkerId) -> Option<SpanPlace> {
+        let span = self.subject.span.map(|span| span.child());
+        self.mark(Mark::Prefill { worker, span });
+        span
     }
 
     /// It goes on after a failure.
@@ -231,7 +242,7 @@ impl Trace {
         let mut ends = (None, None);
         for (_, mark) in &state.marks {
             match mark {
-                Mark::Prefill { worker } => ends.0 = Some(*worker),
+                Mark::Prefill { worker, .. } => ends.0 = Some(*worker),
                 Mark::Decode { worker, .. } => ends.1 = Some(*worker),
                 _ => {}
             }
@@ -257,12 +268,15 @@ impl Trace {
         let mut state = self.state();
         state.cached = cached_tokens;
         state.end = Some((at, End::Finished(reason)));
+        drop(state);
+        self.tell();
     }
 
     /// It failed.
     pub fn failed(&self, error: &RequestError) {
         let at = self.since(Instant::now());
         self.state().end = Some((at, End::Failed(beginning(&error.to_string()))));
+        self.tell();
     }
 
     /// When its request was received.
@@ -415,8 +429,8 @@ impl Mark {
                 json!({"what": "placed", "decode": id(decode), "prefill": prefill.as_ref().map(id)})
             }
             Mark::NotPlaced => json!({"what": "not placed"}),
-            Mark::Decode { worker, local } => json!({"what": "decode asked", "worker": id(worker), "local": local}),
-            Mark::Prefill { worker } => json!({"what": "prefill asked", "worker": id(worker)}),
+            Mark::Decode { worker, local, .. } => json!({"what": "decode asked", "worker": id(worker), "local": local}),
+            Mark::Prefill { worker, .. } => json!({"what": "prefill asked", "worker": id(worker)}),
             Mark::Reserved => json!({"what": "blocks reserved"}),
             Mark::Due => json!({"what": "turn is near"}),
             Mark::Started => json!({"what": "computed at the decode worker"}),
@@ -440,7 +454,7 @@ mod tests {
 
     fn subject(request: &str) -> Subject {
         let (request, received) = (RequestId(request.to_owned()), Instant::now());
-        Subject { request, choice: 0, class: Class::default(), received, prompt_tokens: 9, prompt: None }
+        Subject { request, choice: 0, class: Class::default(), received, prompt_tokens: 9, prompt: None, span: None }
     }
 
     #[tokio::test(start_paused = true)]

@@ -5,6 +5,7 @@
 
 pub mod binary;
 pub mod cluster;
+pub mod collector;
 pub mod local;
 pub mod logits;
 pub mod needs;

@@ -9,6 +9,7 @@ use anyhow::{Context, anyhow, bail};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
 use clap::ArgMatches;
 use serde_json::Value;
+use tonic::Streaming;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 
@@ -16,6 +17,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 pub const ENOUGH: usize = 512;
 
 /// A connection to a router, and how to ask it.
+#[derive(Clone)]
 pub struct Client {
     inner: InferenceClient<Channel>,
     router: String,
@@ -70,9 +72,29 @@ impl Client {
             inner: InferenceClient::new(channel),
             router,
             key: key.transpose()?,
-            limit: matches.get_one::<u32>("max-tokens").copied(),
-            temperature: matches.get_one("temperature").copied(),
+            // Not every command has these arguments.
+            limit: matches.try_get_one::<u32>("max-tokens").ok().flatten().copied(),
+            temperature: matches.try_get_one("temperature").ok().flatten().copied(),
         })
+    }
+
+    /// Sends a request.
+    pub async fn generate(&mut self, request: v1::GenerateRequest) -> anyhow::Result<Streaming<v1::GenerateResponse>> {
+        let mut request = tonic::Request::new(request);
+        request.metadata_mut().insert("x-baton-trace", MetadataValue::from_static("1"));
+        if let Some(key) = &self.key {
+            request.metadata_mut().insert("authorization", key.clone());
+        }
+        let opened = self.inner.generate(request).await;
+        Ok(opened.map_err(|status| failed(&self.router, status))?.into_inner())
+    }
+
+    /// The next part of an answer.
+    pub async fn next(
+        &self,
+        stream: &mut Streaming<v1::GenerateResponse>,
+    ) -> anyhow::Result<Option<v1::GenerateResponse>> {
+        stream.message().await.map_err(|status| failed(&self.router, status))
     }
 
     /// Asks, and writes the answer to `out` while it comes; what the model thinks goes to `aside`. Ends early when `stop` does.
@@ -85,17 +107,12 @@ impl Client {
     ) -> anyhow::Result<Answer> {
         // Without --max-tokens the request has no limit: the model's context may be shorter than `ENOUGH`.
         let sampling = v1::Sampling { max_tokens: self.limit, temperature: self.temperature, ..Default::default() };
-        let mut request = tonic::Request::new(v1::GenerateRequest {
+        let request = v1::GenerateRequest {
             input: Some(Input::Chat(v1::Chat { messages, ..Default::default() })),
             sampling: Some(sampling),
             ..Default::default()
-        });
-        request.metadata_mut().insert("x-baton-trace", MetadataValue::from_static("1"));
-        if let Some(key) = &self.key {
-            request.metadata_mut().insert("authorization", key.clone());
-        }
-        let (asked, router, limit) = (Instant::now(), self.router.clone(), self.limit);
-        let failed = |status| failed(&router, status);
+        };
+        let (asked, limit) = (Instant::now(), self.limit);
         let mut answer = Answer::default();
         let mut stop = std::pin::pin!(stop);
         let opened = tokio::select! {
@@ -104,9 +121,9 @@ impl Client {
                 answer.stopped = Some("stopped");
                 return Ok(answer);
             }
-            opened = self.inner.generate(request) => opened,
+            opened = self.generate(request) => opened,
         };
-        let mut stream = opened.map_err(failed)?.into_inner();
+        let mut stream = opened?;
         loop {
             let part = tokio::select! {
                 biased;
@@ -114,7 +131,7 @@ impl Client {
                     answer.stopped = Some("stopped");
                     return Ok(answer);
                 }
-                part = stream.message() => part.map_err(failed)?,
+                part = self.next(&mut stream) => part?,
             };
             let Some(part) = part else { return Ok(answer) };
             aside.write_all(part.reasoning.as_bytes())?;

@@ -11,13 +11,27 @@ use anyhow::bail;
 use baton_proto::v1;
 use clap::{Arg, ArgMatches, Command, value_parser};
 
-use client::{Client, ENOUGH, never};
+pub use client::Client;
+use client::{ENOUGH, never};
 use editor::{Edited, Editor};
 use talk::{HELP, Talk, Typed};
 
 const DIM: &str = "\x1b[2m";
 const PLAIN: &str = "\x1b[0m";
 const PROMPT: &str = "> ";
+
+/// The arguments that name a router.
+pub fn router_args() -> [Arg; 3] {
+    let router = Arg::new("router").long("router").value_name("URL").default_value("http://127.0.0.1:8001");
+    let key = Arg::new("api-key-file").long("api-key-file").value_name("PATH");
+    let authority = Arg::new("tls-ca").long("tls-ca").value_name("PATH");
+    [
+        router.help("The router's gRPC address"),
+        key.help("A file with the API key, where the router needs one (--keys-file)"),
+        authority
+            .help("Certificates in PEM of the authorities that the router's certificate may come from, with https://"),
+    ]
+}
 
 /// `baton chat`.
 pub fn command() -> Command {
@@ -26,24 +40,7 @@ pub fn command() -> Command {
         .arg(Arg::new("message").value_name("TEXT").help(
             "The question. Without it, in a terminal: a conversation; else the question is read from standard input",
         ))
-        .arg(
-            Arg::new("router")
-                .long("router")
-                .value_name("URL")
-                .default_value("http://127.0.0.1:8001")
-                .help("The router's gRPC address"),
-        )
-        .arg(
-            Arg::new("api-key-file")
-                .long("api-key-file")
-                .value_name("PATH")
-                .help("A file with the API key, where the router needs one (--keys-file)"),
-        )
-        .arg(
-            Arg::new("tls-ca").long("tls-ca").value_name("PATH").help(
-                "Certificates in PEM of the authorities that the router's certificate may come from, with https://",
-            ),
-        )
+        .args(router_args())
         .arg(Arg::new("system").long("system").value_name("TEXT").help("A system message to go first"))
         .arg(
             Arg::new("max-tokens")

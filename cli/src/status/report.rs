@@ -132,6 +132,7 @@ fn worker_json(asked: &Answered) -> Value {
             let b = s.blocks.unwrap_or_default();
             worker["state"] = state(s).into();
             worker["pool_by"] = s.pool_by.clone().into();
+            worker["tiers"] = super::tiers::json(&s.tiers);
             worker["running"] = s.running.into();
             worker["waiting"] = s.waiting.into();
             worker["blocks"] = json!({

@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod audit;
 mod block;
 mod buffers;
 mod config;
@@ -32,6 +33,7 @@ mod store;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use audit::{Condition, audit};
 pub use baton_kv_cache::BlockName;
 pub use block::{ALIGNMENT, Block, BlockKey, Identity, Part, Shape};
 pub use config::{DiskConfig, StoreConfig, StoreLimits};

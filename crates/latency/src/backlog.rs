@@ -93,6 +93,25 @@ impl Backlog {
         StepWork { rows, context: expected(self.work.context, self.coming.context), ..StepWork::default() }
     }
 
+    /// The most likely mean time from token to token of an answer with `context` tokens that begins after `wait` and takes `lasts`, in seconds.
+    ///
+    /// Of its time, it shares with each answer that is here, and with each that is coming, what it does on average where these began and begin at
+    /// any time. As many more come in the time of one answer as there are now, or fewer: one answer says little of how often they come.
+    pub fn token(&self, wait: f64, lasts: f64, context: u64) -> f64 {
+        let (wait, lasts) = (wait.max(0.0), lasts.max(1e-9));
+        let here = (1.0 - wait / lasts).max(0.0).powi(2) / 2.0;
+        let coming = if lasts >= wait { 1.0 - wait / (2.0 * lasts) } else { lasts / (2.0 * wait) };
+        let (now, soon) = (self.work.rows as f64, self.coming.rows as f64);
+        let more = lasts / (lasts + wait) / 2.0 * (now + soon) / (now + soon + 1.0);
+        let beside = |now: u64, soon: u64| {
+            let (now, soon) = (now as f64, soon as f64);
+            now * here + soon * coming + (now + soon) * more
+        };
+        let rows = 1.0 + beside(self.work.rows, self.coming.rows);
+        let context = context as f64 + beside(self.work.context, self.coming.context);
+        bounded(self.cost.base + self.cost.row * rows + self.cost.context * context)
+    }
+
     /// The backlog that an interactive request finds: it goes before the prompts of batch work and before what comes of it, and may take its
     /// blocks. Batch answers that are being given go on beside it as long as there is room.
     #[must_use]
@@ -182,6 +201,7 @@ mod tests {
         let odd = Backlog { batch, ..Backlog::default() }.for_interactive().with_batch(huge, u32::MAX);
         assert_eq!((odd.for_interactive().work.tokens, odd.for_interactive().coming.rows), (0, 0));
         assert_eq!(load.answers(f64::INFINITY, 0.0).rows, 0);
+        assert!([0.0, 1.0, f64::INFINITY].into_iter().all(|time| load.token(time, time, u64::MAX) <= LONGEST));
         assert!(load.answers(0.0, f64::INFINITY).with_row(1).rows == u64::MAX);
     }
 
@@ -196,5 +216,25 @@ mod tests {
         assert_eq!((at(0, 0), at(0, 5), at(0, 10), at(0, 99)), (10, 5, 0, 0), "those that are here end");
         assert_eq!((at(5, 5), at(10, 10), at(100, 100)), (10, 10, 10), "one a second comes, and one a second ends");
         assert_eq!(at(5, 0), 15, "all come at once");
+    }
+
+    #[test]
+    fn a_token_takes_what_answers_beside_it_add() {
+        let row = StepWork::default().with_row(0);
+        let many = |rows: u64| (0..rows).fold(StepWork::default(), |work, _| work.plus(row));
+        let rows = |here: u64, coming: u64, wait: f64| {
+            let coming = Coming { rows: coming, context: 0 };
+            let load = Backlog { work: many(here), coming, cost: COST, ..Backlog::default() };
+            (load.token(wait, 10.0, 0) - COST.base) / COST.row - 1.0
+        };
+        let near = |rows: f64, least: f64| assert!((least - 1e-9..least + 0.3).contains(&rows), "{rows}");
+        near(rows(0, 0, 5.0), 0.0);
+        near(rows(1, 0, 0.0), 0.5 + 0.25);
+        near(rows(1, 0, 99.0), 0.0);
+        near(rows(0, 1, 0.0), 1.0 + 0.25);
+        near(rows(0, 1, 90.0), 0.05);
+        // As many end as come: it is as many as now.
+        assert!((95.0..=100.0).contains(&rows(100, 0, 0.0)), "{}", rows(100, 0, 0.0));
+        assert!((95.0..=105.0).contains(&rows(100, 50, 5.0)), "{}", rows(100, 50, 5.0));
     }
 }

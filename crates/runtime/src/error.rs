@@ -53,6 +53,9 @@ pub enum RuntimeError {
         /// Where the key is.
         origin: Origin,
     },
+    /// Traces cannot be sent there.
+    #[error("otlp_endpoint {0}: {1}")]
+    Otlp(String, String),
     /// The configuration file cannot be read.
     #[error("cannot read the configuration file {}: {source}; check the path given with --config or BATON_CONFIG", .path.display())]
     Read {
@@ -154,6 +157,7 @@ impl BatonError for RuntimeError {
             | RuntimeError::Certificate { .. }
             | RuntimeError::TlsFiles { .. }
             | RuntimeError::Insecure { .. }
+            | RuntimeError::Otlp(..)
             | RuntimeError::Listen { .. } => ErrorKind::InvalidArgument,
             RuntimeError::Read { .. } => ErrorKind::NotFound,
             RuntimeError::MakeCertificate(_) | RuntimeError::Write { .. } => ErrorKind::Internal,

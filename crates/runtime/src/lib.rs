@@ -18,6 +18,7 @@ pub mod shutdown;
 mod tasks;
 pub mod telemetry;
 pub mod tls;
+pub mod traces;
 
 pub use admin::{AdminRoutes, AdminServer, Readiness, listen};
 pub use command::{LoadedConfig, args, check_config, load, load_from};

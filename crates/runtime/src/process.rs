@@ -9,6 +9,7 @@ use crate::error::RuntimeError;
 use crate::shutdown::{Outcome, Shutdown};
 use crate::tasks::Tasks;
 use crate::telemetry::{self, LogFilter, LogFormat};
+use crate::traces::{self, OtlpEndpoint, Share};
 
 crate::config! {
     /// Settings of every process.
@@ -22,6 +23,10 @@ crate::config! {
         /// File with the token that admin pages other than /health, /ready and /metrics need, sent as Authorization: Bearer TOKEN. It is
         /// read for each request. Without it, these pages are served only if the admin address is this machine's own.
         admin_token_file: Option<PathBuf> = None,
+        /// Where traces go: a collector that takes OTLP over gRPC, such as http://127.0.0.1:4317. Without it, nothing is traced.
+        otlp_endpoint: Option<OtlpEndpoint> = None,
+        /// Which share of requests is traced, 0 to 1, of those whose callers do not say so themselves in the header traceparent.
+        otlp_sample: Share = Share::ALL,
         /// How long running requests may take to finish once the process is told to stop.
         drain_timeout: Duration = Duration::from_secs(30),
     }
@@ -59,6 +64,9 @@ impl Process {
         routes: AdminRoutes,
     ) -> Result<Process, RuntimeError> {
         telemetry::init(role, &config.log, config.log_format);
+        if let Some(endpoint) = &config.otlp_endpoint {
+            traces::init(role, endpoint, config.otlp_sample)?;
+        }
         let metrics = crate::metrics::install()?;
         let shutdown = Shutdown::new(config.drain_timeout);
         shutdown.listen_for_signals()?;
@@ -78,6 +86,8 @@ impl Process {
     /// Waits for the drain to start and to end; the admin endpoint answers until then.
     pub async fn join(self) -> Outcome {
         let outcome = self.tasks.join().await;
+        // A thread that panicked has lost its spans.
+        let _ = tokio::task::spawn_blocking(traces::flush).await;
         match &outcome {
             Outcome::Clean => tracing::info!("stopped"),
             Outcome::Cut(names) => tracing::warn!(tasks = names.join(", "), "stopped before these tasks had finished"),

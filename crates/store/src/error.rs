@@ -22,10 +22,12 @@ pub enum OpenError {
         cause: std::io::Error,
     },
     /// Another process uses the directory.
-    #[error("KV store: {} is used by another process; give each worker a directory of its own", path.display())]
+    #[error("KV store: {} is used by another process{}; give each worker a directory of its own, or stop that process", path.display(), named(*process))]
     InUse {
         /// The directory.
         path: PathBuf,
+        /// The process, in its own namespace of processes, if it has said so.
+        process: Option<u32>,
     },
     /// Memory or a thread cannot be had.
     #[error("KV store: cannot {doing}: {cause}; give the host tier less memory")]
@@ -35,6 +37,10 @@ pub enum OpenError {
         /// What came of it.
         cause: std::io::Error,
     },
+}
+
+fn named(process: Option<u32>) -> String {
+    process.map_or_else(String::new, |id| format!(", {id}"))
 }
 
 impl BatonError for OpenError {

@@ -10,19 +10,19 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use baton_kv_store::{ALIGNMENT, Buffer, DiskConfig, Head, Identity, Mismatch, Place, Shape};
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
 use crate::OpenError;
+use crate::folder::{ABOUT, FileName};
+use crate::lock::Lock;
 use crate::memory::Memory;
 
 /// What is at the beginning of each record of a segment.
 pub type Heads = Vec<std::result::Result<Head, Mismatch>>;
 
 /// How the names of files end.
-const ENDING: &str = ".baton-kv";
-/// The file whose lock says that the directory is in use.
-const LOCK: &str = "lock";
+pub(crate) const ENDING: &str = ".baton-kv";
 
 /// A disk: the file, or a test's.
 pub trait Disk: Send + Sync {
@@ -44,8 +44,8 @@ pub struct Files {
     shape: Shape,
     size: DiskConfig,
     allocated: Vec<AtomicBool>,
-    /// Locked as long as the store is open.
-    _lock: File,
+    /// Locked as long as the store is open; none if it is only read.
+    _lock: Option<Lock>,
 }
 
 impl Files {
@@ -62,15 +62,8 @@ impl Files {
             move |cause| OpenError::Directory { doing, path, cause }
         };
         std::fs::create_dir_all(directory).map_err(failed("make", directory))?;
-        let lock = directory.join(LOCK);
-        let lock = options().open(&lock).map_err(failed("open", &lock))?;
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(OpenError::InUse { path: directory.to_owned() }),
-            Err(error) => return Err(failed("lock", directory)(error.into())),
-        }
-        let records = format!("{:x}-{:x}", shape.stride(), size.records);
-        let name = format!("{:016x}-{:016x}-{records}{ENDING}", identity.layout, identity.numerics);
+        let lock = Lock::take(directory)?;
+        let name = FileName { identity, stride: shape.stride() as u64, records: size.records }.to_string();
         let path = directory.join(&name);
         remove_others(directory, &name).map_err(failed("clear", directory))?;
         let (file, direct) = open(&path).map_err(failed("open", &path))?;
@@ -83,7 +76,18 @@ impl Files {
         // What is there already may have holes; they cost a little when they are written to, no more.
         let there = |segment: u32| AtomicBool::new((u64::from(segment) + 1) * bytes <= length && length == wanted);
         let allocated = (0..size.segments).map(there).collect();
-        Ok(Files { file, direct, shape: shape.clone(), size, allocated, _lock: lock })
+        Ok(Files { file, direct, shape: shape.clone(), size, allocated, _lock: Some(lock) })
+    }
+
+    /// Opens a file that is there, to read only. It takes no lock: a worker may write meanwhile.
+    pub(crate) fn look(path: &Path, shape: &Shape, size: DiskConfig) -> Result<Files> {
+        let mut options = OpenOptions::new();
+        let file = options.read(true).custom_flags(OFlags::DIRECT.bits() as i32).open(path);
+        let (file, direct) = match file {
+            Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => (File::open(path)?, false),
+            file => (file?, true),
+        };
+        Ok(Files { file, direct, shape: shape.clone(), size, allocated: Vec::new(), _lock: None })
     }
 
     /// Whether the page cache is passed by.
@@ -144,7 +148,7 @@ impl Disk for Files {
     }
 }
 
-fn options() -> OpenOptions {
+pub(crate) fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
     options
@@ -167,7 +171,8 @@ fn remove_others(directory: &Path, ours: &str) -> Result<()> {
     for entry in std::fs::read_dir(directory)? {
         let path: PathBuf = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.ends_with(ENDING) && name != ours {
+        let kept = name.strip_suffix(ABOUT).unwrap_or(name);
+        if kept.ends_with(ENDING) && kept != ours {
             tracing::info!(path = %path.display(), "removing KV of another model, layout or size");
             std::fs::remove_file(&path)?;
         }

@@ -10,6 +10,8 @@
 mod answers;
 mod error;
 mod files;
+mod folder;
+mod lock;
 mod memory;
 mod queue;
 mod shared;
@@ -17,6 +19,8 @@ mod store;
 mod threads;
 
 pub use answers::{Filling, Pending, Reading};
+pub use baton_kv_store::{Condition, Identity};
 pub use error::OpenError;
 pub use files::{Disk, Files};
+pub use folder::{About, FileName, Folder, Kept, Looked, SegmentSum};
 pub use store::{DiskTime, Event, Got, KvStore, Settings};

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use baton_kv_store::{BlockKey, BlockName, Counters, Decline, Input, Miss, Shape, Store, StoreConfig, Tier};
 
 use crate::answers::{Filling, Pending, Reading};
+use crate::folder::FileName;
 use crate::memory::Memory;
 use crate::queue::Queue;
 use crate::shared::{Answer, Shared, State, Wake};
-use crate::{Disk, Files, OpenError, threads};
+use crate::{About, Disk, Files, OpenError, threads};
 
 /// How long the end of a store waits for its disk.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -25,6 +26,8 @@ pub struct Settings {
     pub directory: PathBuf,
     /// Threads for the disk; reads and writes share them.
     pub threads: usize,
+    /// What the disk's file is of. It is written beside the file, for those who look into the directory; None: they can only see its size.
+    pub about: Option<About>,
 }
 
 /// Reads or writes of the disk so far.
@@ -66,9 +69,13 @@ pub struct KvStore {
 impl KvStore {
     /// Opens a store with its file. `wake` is called, on a thread of the store, when a [`Pending`] has an answer.
     pub fn open(settings: Settings, wake: Option<Wake>) -> Result<KvStore, OpenError> {
-        let Settings { config, directory, threads } = settings;
+        let Settings { config, directory, threads, about } = settings;
         let files =
             config.disk.map(|size| Files::open(&directory, config.identity, &config.shape, size)).transpose()?;
+        if let (Some(about), Some(size)) = (about, config.disk) {
+            let (identity, stride) = (config.identity, config.shape.stride() as u64);
+            about.write(&directory, FileName { identity, stride, records: size.records });
+        }
         KvStore::over(files.map(|files| Box::new(files) as Box<dyn Disk>), config, threads, wake)
     }
 
@@ -165,6 +172,14 @@ impl KvStore {
     /// Number of blocks in a tier.
     pub fn blocks(&self, tier: Tier) -> u64 {
         self.shared.state().core.blocks(tier)
+    }
+
+    /// Most bytes of each tier, in the order of `Tier::ALL`; 0: there is no such tier.
+    pub fn limit_bytes(&self) -> [u64; Tier::ALL.len()] {
+        let state = self.shared.state();
+        let config = state.core.config();
+        let disk = config.disk.map_or(0, |disk| u64::from(disk.segments) * disk.segment_bytes(&config.shape));
+        [u64::from(config.buffers) * config.shape.stride() as u64, disk]
     }
 
     /// The shape of the blocks.

@@ -10,7 +10,7 @@
 //! - `node` → `load`, `settings`, `service`, `wire`; `node` → `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
-//! - `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
+//! - `stream` → `spans`; `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
 //! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other, as `engine_thread` and `tiers` do
 //!
 //! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
@@ -40,6 +40,7 @@ mod service;
 mod serving;
 mod settings;
 mod signals;
+mod spans;
 mod stored;
 mod stream;
 mod swap;
@@ -60,6 +61,7 @@ pub use measure::{Loaded, load_on, load_on_gpu};
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use settings::check_settings;
+pub use spans::{Moment, Traced};
 pub use stream::{Accepted, Events, Streams, Wire};
 pub use telemetry::count_failure;
 pub use watchdog::Stalled;

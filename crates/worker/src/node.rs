@@ -174,13 +174,18 @@ impl Node {
         let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
         let role = N::shell(&node, handle.commands(), &ends)?;
         let store = tiers::open(&node, &backend)?;
+        let of_store = store.clone();
         let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
         let load_seconds = tiers.as_ref().map(|tiers| tiers.load_seconds(node.config.kv_disk.is_some()));
         let shells = Shells { role, exchange: Some(exchange), tiers };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
-        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), node.pool.exported_as(), news);
+        let pool = (node.pool.exported_as(), SwapConfig::block_bytes(&node.geometry.layout));
+        let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), pool, news);
+        if let Some(store) = of_store {
+            service.report_tiers(move || tiers::told(&store));
+        }
         let peers = Arc::clone(&ends);
         service.report_peers(move || peers.peers());
         let (links, layout) = (service.clone(), &node.geometry.layout);

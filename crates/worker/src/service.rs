@@ -3,6 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use baton_engine::BlockCounts;
 use baton_proto::v1::{self, worker_server};
 use baton_types::WorkerId;
 use tokio::sync::watch;
@@ -19,6 +20,9 @@ const LINKS: usize = 1024;
 /// Lists a prefill worker's peers and the transports to each.
 type Peers = Box<dyn Fn() -> Vec<v1::Peer> + Send + Sync>;
 
+/// Says what the tiers of the worker's KV store hold.
+type Tiers = Box<dyn Fn() -> Vec<v1::KvTier> + Send + Sync>;
+
 /// Answers from the engine thread's snapshots.
 #[derive(Clone)]
 pub struct WorkerService {
@@ -27,6 +31,10 @@ pub struct WorkerService {
     pub(crate) snapshot: watch::Receiver<Snapshot>,
     /// Unset for a role that writes to no peer.
     peers: Arc<OnceLock<Peers>>,
+    /// Unset without a KV store.
+    tiers: Arc<OnceLock<Tiers>>,
+    /// Bytes of a block of the pool.
+    block_bytes: u64,
     /// What others open the KV pool by, for people.
     pool_by: String,
     news: Arc<WorkerNews>,
@@ -37,10 +45,11 @@ impl WorkerService {
         id: WorkerId,
         role: &'static str,
         snapshot: watch::Receiver<Snapshot>,
-        pool_by: String,
+        (pool_by, block_bytes): (String, u64),
         news: Arc<WorkerNews>,
     ) -> WorkerService {
-        WorkerService { id, role, snapshot, peers: Arc::default(), pool_by, news }
+        let (peers, tiers) = (Arc::default(), Arc::default());
+        WorkerService { id, role, snapshot, peers, tiers, block_bytes, pool_by, news }
     }
 
     /// Ends its streams.
@@ -75,6 +84,20 @@ impl WorkerService {
         // A worker has one role, and the role calls this once.
         let _ = self.peers.set(Box::new(peers));
     }
+
+    /// Adds what `tiers` returns to the worker's status from now on.
+    pub(crate) fn report_tiers(&self, tiers: impl Fn() -> Vec<v1::KvTier> + Send + Sync + 'static) {
+        // A worker has one store.
+        let _ = self.tiers.set(Box::new(tiers));
+    }
+
+    /// The pool and the tiers below it.
+    fn kv_tiers(&self, blocks: &BlockCounts) -> Vec<v1::KvTier> {
+        let held = u64::from(blocks.used) + u64::from(blocks.cached);
+        let (bytes, limit_bytes) = (held * self.block_bytes, u64::from(blocks.total) * self.block_bytes);
+        let pool = v1::KvTier { tier: "pool".to_owned(), blocks: held, bytes, limit_bytes, ..Default::default() };
+        std::iter::once(pool).chain(self.tiers.get().into_iter().flat_map(|tiers| tiers())).collect()
+    }
 }
 
 #[tonic::async_trait]
@@ -106,6 +129,7 @@ impl worker_server::Worker for WorkerService {
             id: self.id.0,
             pid: std::process::id(),
             pool_by: self.pool_by.clone(),
+            tiers: self.kv_tiers(&b),
         }))
     }
 }

@@ -12,6 +12,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Response, Status};
 
 use crate::engine_thread::Message;
+use crate::spans::{Moment, Spans, Traced};
 use crate::watchdog::Stall;
 use crate::{EngineHandle, exchange};
 
@@ -121,6 +122,10 @@ pub trait Wire: 'static {
     type Event: Send + 'static;
     /// Converts an item into a message, and tells whether it is the last. An error status is always the last.
     fn event(item: Self::Item) -> Result<(Self::Event, bool), Status>;
+    /// What an item says of the request's progress.
+    fn moment(_: &Self::Item) -> Moment {
+        Moment::Other
+    }
 }
 
 /// A request's events. The request itself bounds the channel behind it: `max_tokens` tokens and an end.
@@ -129,6 +134,8 @@ pub struct Events<W: Wire, C> {
     stalled: Pin<Box<WaitForCancellationFutureOwned>>,
     ended: bool,
     guard: Guard<C>,
+    /// If a collector is to get them.
+    spans: Option<Spans>,
 }
 
 impl<W: Wire, C> Events<W, C> {
@@ -141,10 +148,11 @@ impl<W: Wire, C> Events<W, C> {
     pub async fn open(
         engine: &EngineHandle<C>,
         cancel: fn(SeqId) -> C,
+        traced: Option<Traced>,
         submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> C,
     ) -> Result<Response<Self>, Status> {
         let submit = |stream, accepted| Message::Command(submit(stream, accepted));
-        Events::ask(engine, Cancels::Role(cancel), submit).await
+        Events::ask(engine, Cancels::Role(cancel), traced, submit).await
     }
 
     /// As [`Events::open`], for a prefix that moves.
@@ -153,14 +161,16 @@ impl<W: Wire, C> Events<W, C> {
         submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> exchange::Message<C>,
     ) -> Result<Response<Self>, Status> {
         let submit = |stream, accepted| Message::Exchange(submit(stream, accepted));
-        Events::ask(engine, Cancels::Exchange, submit).await
+        Events::ask(engine, Cancels::Exchange, None, submit).await
     }
 
     async fn ask(
         engine: &EngineHandle<C>,
         cancels: Cancels<C>,
+        traced: Option<Traced>,
         submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> Message<C>,
     ) -> Result<Response<Self>, Status> {
+        let spans = traced.map(Spans::new);
         let (stream, items) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
         let accepted = Accepted { answer: accepted, engine: engine.clone(), cancels };
@@ -171,7 +181,7 @@ impl<W: Wire, C> Events<W, C> {
         };
         let guard = answer.map_err(|refused| refusal(&refused))?;
         let stalled = Box::pin(engine.stall().told());
-        Ok(Response::new(Events { items, stalled, ended: false, guard }))
+        Ok(Response::new(Events { items, stalled, ended: false, guard, spans }))
     }
 }
 
@@ -200,12 +210,21 @@ impl<W: Wire, C> Stream for Events<W, C> {
             return Poll::Ready(None);
         }
         let event = match self.items.poll_recv(context) {
-            Poll::Ready(item) => item.map_or_else(|| Err(stopped()), W::event),
+            Poll::Ready(Some(item)) => {
+                if let Some(spans) = &mut self.spans {
+                    spans.happens(W::moment(&item));
+                }
+                W::event(item)
+            }
+            Poll::Ready(None) => Err(stopped()),
             Poll::Pending => {
                 std::task::ready!(self.stalled.as_mut().poll(context));
                 Err(status_of(self.guard.engine.stall()))
             }
         };
+        if let (Err(status), Some(spans)) = (&event, &mut self.spans) {
+            spans.fails(status.message());
+        }
         self.ended = matches!(event, Err(_) | Ok((_, true)));
         Poll::Ready(Some(event.map(|(event, _)| event)))
     }
@@ -384,7 +403,7 @@ mod tests {
         let (go, may_go) = std_mpsc::channel();
         let new = Box::new(new);
         let submit = move |stream, accepted| Command::Submit(new, stream, accepted, may_go);
-        let mut future: Opening = Box::pin(Events::open(engine, Command::Cancel, submit));
+        let mut future: Opening = Box::pin(Events::open(engine, Command::Cancel, None, submit));
         assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
         (future, go)
     }
@@ -446,7 +465,7 @@ mod tests {
         assert!(runtime.block_on(events.next()).is_none());
         let (_go, may_go) = std_mpsc::channel();
         let another = |stream, accepted| Command::Submit(Box::new(sequence(4)), stream, accepted, may_go);
-        let refused = runtime.block_on(Events::<Nothing, _>::open(&engine, Command::Cancel, another));
+        let refused = runtime.block_on(Events::<Nothing, _>::open(&engine, Command::Cancel, None, another));
         let refused = refused.err().expect("nobody answers");
         assert_eq!(refused.message(), status.message());
         // If the device goes on after all, the thread ends.

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Exchange as Prefix, NewSequence, Prefix as CacheKey};
 use baton_kv_store::{DiskConfig, Identity, Shape, StoreConfig, Tier};
+use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move};
 use baton_runtime::metrics as names;
-use baton_store::{KvStore, Settings};
+use baton_store::{About, KvStore, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
 use copier::Copier;
 use memory::Memory;
@@ -85,8 +86,35 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
         kv_disk.as_ref().map(|_| DiskConfig::of_size(kv_disk_size.0, &shape).map_err(store_error)).transpose()?;
     let config = StoreConfig::new(shape, identity, slots, disk);
     let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
-    let store = KvStore::open(Settings { config, directory, threads: DISK_THREADS }, None)?;
+    let about = About {
+        model: node.config.model.to_string(),
+        backend: backend.to_owned(),
+        tp: node.config.tp,
+        layout: node.geometry.layout.clone(),
+    };
+    let store = KvStore::open(Settings { config, directory, threads: DISK_THREADS, about: Some(about) }, None)?;
     Ok(Some(Arc::new(store)))
+}
+
+/// What the tiers of a store hold, for the worker's status.
+pub(crate) fn told(store: &KvStore) -> Vec<v1::KvTier> {
+    let (counters, limits, stride) = (store.counters(), store.limit_bytes(), store.shape().stride() as u64);
+    let of = |(at, tier): (usize, Tier)| {
+        let blocks = store.blocks(tier);
+        let written = if tier == Tier::Disk { counters.written_bytes.iter().sum() } else { 0 };
+        let there = v1::KvTier {
+            tier: tier.as_str().to_owned(),
+            blocks,
+            bytes: blocks * stride,
+            limit_bytes: limits[at],
+            hit_tokens: Some(counters.hit_tokens[at]),
+            verify_failures: counters.verify_failures[at],
+            written_bytes: written,
+        };
+        // A tier that the worker does not have is not told of.
+        (limits[at] > 0).then_some(there)
+    };
+    Tier::ALL.into_iter().enumerate().filter_map(of).collect()
 }
 
 fn store_error(error: baton_kv_store::StoreError) -> WorkerError {

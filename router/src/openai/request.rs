@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use baton_model_text::ChatMessage;
+use baton_runtime::traces::SpanPlace;
 use baton_types::{Class, RequestId, SamplingParams};
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -53,6 +54,8 @@ pub(crate) struct Envelope {
     pub deadline: Instant,
     /// How to sample where the request does not say.
     pub defaults: Arc<Defaults>,
+    /// Its place in a trace that a collector gets, if that is kept.
+    pub span: Option<SpanPlace>,
 }
 
 /// Reads POST /v1/chat/completions.
@@ -149,7 +152,7 @@ fn assemble(
         tier: common.service_tier.is_some(),
         best: None,
     };
-    let Envelope { request_id, tenant, received, deadline, defaults } = envelope;
+    let Envelope { request_id, tenant, received, deadline, defaults, span } = envelope;
     let model = common.model.unwrap_or_default();
     let defaults = defaults.of(&model);
     let top_k = common.top_k.map(top_k).transpose()?;
@@ -200,6 +203,7 @@ fn assemble(
         request_id,
         deadline,
         received,
+        span,
     };
     Ok((input, asked))
 }
@@ -308,7 +312,7 @@ mod tests {
     fn envelope() -> Envelope {
         let now = Instant::now();
         let defaults = Arc::<Defaults>::default();
-        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults }
+        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults, span: None }
     }
 
     fn read_chat(body: &Value) -> Result<(GenerateInput, Asked), RequestError> {

@@ -12,6 +12,7 @@ use baton_proto::v1::decode_client::DecodeClient;
 use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_client::PrefillClient;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
+use baton_runtime::traces::SpanPlace;
 use baton_types::FinishReason;
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt, stream};
@@ -64,16 +65,25 @@ enum Stage<E> {
 /// How a worker answers, and the link to it.
 type Asked<E> = BoxFuture<'static, (Result<Response<Streaming<E>>, Status>, WorkerLink)>;
 
+/// The request with what makes the worker's spans children of `span`.
+pub(crate) fn traced<T>(message: T, span: Option<SpanPlace>) -> Request<T> {
+    let mut request = Request::new(message);
+    if let Some(value) = span.and_then(|span| span.traceparent().parse().ok()) {
+        request.metadata_mut().insert("traceparent", value);
+    }
+    request
+}
+
 /// Opens the decode stream and keeps `link` until it ends. The worker is asked once `fetch` has begun, if there is one.
 pub(crate) fn open_decode(
     link: Result<WorkerLink, LegEnd>,
-    request: v1::DecodeRequest,
+    request: Request<v1::DecodeRequest>,
     fetch: Option<FetchBegins>,
 ) -> Leg<DecodeWord> {
     Leg::open(link, |link| {
         Box::pin(async move {
             fetch_begins(fetch).await;
-            (DecodeClient::new(link.channel()).generate(Request::new(request)).await, link)
+            (DecodeClient::new(link.channel()).generate(request).await, link)
         })
     })
 }
@@ -81,19 +91,20 @@ pub(crate) fn open_decode(
 /// As [`open_decode`], for the prefill stream. Returns where to give the target if that is to follow.
 pub(crate) fn open_prefill(
     link: Result<WorkerLink, LegEnd>,
-    request: v1::PrefillRequest,
+    request: Request<v1::PrefillRequest>,
     fetch: Option<FetchBegins>,
 ) -> (Leg<PrefillWord>, Option<oneshot::Sender<Vec<u8>>>) {
+    let (metadata, extensions, request) = request.into_parts();
     let (target, follows) = request.target_follows.then(oneshot::channel).unzip();
     let later = stream::iter(follows).filter_map(|target| async {
         let target = target.await.ok()?;
         Some(v1::PrefillRequest { target, ..v1::PrefillRequest::default() })
     });
-    let requests = stream::iter([request]).chain(later);
+    let requests = Request::from_parts(metadata, extensions, stream::iter([request]).chain(later));
     let leg = Leg::open(link, |link| {
         Box::pin(async move {
             fetch_begins(fetch).await;
-            (PrefillClient::new(link.channel()).run(Request::new(requests)).await, link)
+            (PrefillClient::new(link.channel()).run(requests).await, link)
         })
     });
     (leg, target)

@@ -40,7 +40,7 @@ use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 use fetch::Wish;
 pub(crate) use fetch::{Allowed, FetchBegins};
-pub(crate) use legs::{Leg, Word, open_decode, open_prefill};
+pub(crate) use legs::{Leg, Word, open_decode, open_prefill, traced};
 pub(crate) use look::Seen;
 
 /// All workers in the current view.

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, ensure};
 use baton_proto::v1::{self, generate_request::Input, inference_client::InferenceClient};
-use tonic::Streaming;
 use tonic::transport::Channel;
+use tonic::{IntoRequest, Streaming};
 
 /// A connection to a router.
 #[derive(Clone, Debug)]
@@ -74,13 +74,13 @@ impl Client {
     }
 
     /// Opens a stream.
-    pub async fn start(&self, request: v1::GenerateRequest) -> Result<Answering, tonic::Status> {
+    pub async fn start(&self, request: impl IntoRequest<v1::GenerateRequest>) -> Result<Answering, tonic::Status> {
         let stream = self.0.clone().generate(request).await?.into_inner();
         Ok(Answering { stream, answer: Answer::default() })
     }
 
     /// A whole answer.
-    pub async fn ask(&self, request: v1::GenerateRequest) -> anyhow::Result<Answer> {
+    pub async fn ask(&self, request: impl IntoRequest<v1::GenerateRequest>) -> anyhow::Result<Answer> {
         self.start(request).await?.rest().await
     }
 }

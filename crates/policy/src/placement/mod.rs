@@ -204,7 +204,7 @@ pub struct Terms {
     /// From one token of the answer to the next, by that and by what such predictions left out before. An SLO is compared with this: the answers
     /// that are there now may be as many when this one begins.
     pub token: f64,
-    /// A step of the decode worker when the answer begins, with those of today's answers that are expected to be left by then.
+    /// The same on average over the answer: answers that are there now end, and others begin.
     pub later: f64,
     /// The most likely time from one token to the next, by that and by what such predictions left out before.
     pub expected: f64,

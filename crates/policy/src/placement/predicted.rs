@@ -240,12 +240,12 @@ impl<'a> Outlook<'a> {
         Terms { room, step, handoff, answer: step * expected, others, ..Terms::default() }
     }
 
-    /// How long a step takes once the first token is there, after `wait` seconds.
+    /// The most likely time from token to token, once the first is there after `wait` seconds.
     fn later(&self, wait: f64, request: &PlacementInput<'_>) -> f64 {
         let context = u64::from(request.tokens) + u64::from(request.answer / 2);
         let now = StepWork { tokens: 0, pairs: 0, ..self.load.work };
         let lasts = self.load.cost.step(&now.with_row(context)) * f64::from(request.answer);
-        self.load.cost.step(&self.load.answers(wait, lasts).with_row(context))
+        self.load.token(wait, lasts, context)
     }
 
     /// How long until there are blocks for the prompt and the answer: the answers that are here end one after the other.
@@ -329,11 +329,11 @@ fn unknown(worker: &Candidate<'_>, request: &PlacementInput<'_>) -> Backlog {
     Backlog { work, room: i64::MAX, step_tokens: 512, ..Backlog::default() }
 }
 
-/// The mean of what the workers have learned; what none has is nominal.
+/// The mean of what the workers have learned; what none has is nominal. Of rows, what decode workers have: a prefill worker has hardly any.
 fn usual(view: &[Candidate<'_>]) -> StepCost {
     let (mut sum, mut rows, mut prompts) = (StepCost::default(), 0.0, 0.0);
-    for cost in view.iter().filter_map(|worker| Some(worker.load?.cost)) {
-        if knows_rows(&cost) {
+    for (role, cost) in view.iter().filter_map(|worker| Some((worker.role, worker.load?.cost))) {
+        if role == Role::Decode && knows_rows(&cost) {
             rows += 1.0;
             (sum.base, sum.row, sum.context) = (sum.base + cost.base, sum.row + cost.row, sum.context + cost.context);
         }

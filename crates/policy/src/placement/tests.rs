@@ -472,3 +472,16 @@ fn a_long_prompt_finds_fewer_answers_beside_its_own() {
     // A row and its context: 0.2 ms and more each.
     assert!(long.token - long.expected > 8.0 * 2e-4 && long.expected >= 8e-3, "{long:?}");
 }
+
+/// A prefill worker has steps without prompts only by chance, and knows little of what they cost.
+#[test]
+fn what_tokens_cost_is_asked_of_decode_workers() {
+    let mut view = loaded();
+    let expected = |view: &[Candidate<'_>]| Predicted::new(0).place(view, &ASK).unwrap().why.unwrap().terms.expected;
+    let before = expected(&view);
+    for worker in view.iter_mut().filter(|worker| worker.role == Role::Prefill) {
+        let load = worker.load.as_mut().unwrap();
+        load.cost = StepCost { base: load.cost.base * 1.5, context: 1e-5, ..load.cost };
+    }
+    assert_eq!(expected(&view), before);
+}

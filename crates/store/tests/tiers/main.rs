@@ -4,5 +4,6 @@
 mod common;
 mod disks;
 mod files;
+mod folder;
 mod killed;
 mod sharing;

@@ -71,7 +71,7 @@ fn who_waits_is_woken_and_a_part_can_be_read_alone() {
     let directory = tempfile::tempdir().unwrap();
     let woken = Arc::new(AtomicU32::new(0));
     let count = woken.clone();
-    let settings = Settings { config: config(16), directory: directory.path().to_owned(), threads: 2 };
+    let settings = Settings { config: config(16), directory: directory.path().to_owned(), threads: 2, about: None };
     let store = KvStore::open(
         settings,
         Some(Box::new(move || {

@@ -315,3 +315,14 @@ fn the_pace_of_a_device_is_that_of_the_tier() {
     let now = paces.each_ref().map(|pace| f64::from_bits(pace.load(Ordering::Relaxed)));
     assert!(now[0] < 1e9 && now[1] == 1e9, "{now:?}");
 }
+
+#[test]
+fn the_status_tells_of_the_tiers_that_there_are() {
+    let (store, blocks) = (store(), [[BlockId(1), BlockId(2)], [BlockId(3), BlockId(4)]]);
+    copier(1, &store).copier.save(&what(blocks));
+    let stride = store.shape().stride() as u64;
+    let [host] = <[_; 1]>::try_from(told(&store)).unwrap();
+    assert_eq!((host.tier.as_str(), host.blocks, host.bytes, host.limit_bytes), ("host", 2, 2 * stride, 16 * stride));
+    assert!(load(&mut copier(9, &store), &what(blocks)));
+    assert_eq!(told(&store)[0].hit_tokens, Some(8));
+}

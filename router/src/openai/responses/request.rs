@@ -135,7 +135,7 @@ mod tests {
     fn envelope() -> Envelope {
         let now = Instant::now();
         let defaults = std::sync::Arc::<crate::models::Defaults>::default();
-        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults }
+        Envelope { request_id: RequestId("r".into()), tenant: None, received: now, deadline: now, defaults, span: None }
     }
 
     fn of(body: Value) -> Result<(GenerateInput, Asked, Frame), RequestError> {
