@@ -136,7 +136,8 @@ impl StepModel {
             return;
         }
         // What the rows beside it cost is known from steps of their own. Before it is, a step with rows would say too much of prompts.
-        let [_, row, context] = match self.known_rows() {
+        let known = self.rows.coefficients().filter(|_| self.rows.error().is_some());
+        let [_, row, context] = match known {
             Some(known) => known,
             None if work.rows == 0 => [0.0; 3],
             None => return,
@@ -146,14 +147,9 @@ impl StepModel {
         self.prompts.add([1.0, work.tokens as f64, work.pairs as f64], own.max(took / 10.0));
     }
 
-    /// What steps without prompts cost. Of a few steps nobody knows which part of their time their rows took, and which their context.
-    fn known_rows(&self) -> Option<[f64; 3]> {
-        self.rows.coefficients().filter(|_| self.rows.error().is_some())
-    }
-
     /// What is known so far.
     pub fn cost(&self) -> StepCost {
-        let [base, row, context] = self.known_rows().unwrap_or_default();
+        let [base, row, context] = self.rows.coefficients().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
         let pair = pair.min((token + chunk / FULL) * MOST_PAIR);
         StepCost { base, row, context, chunk, token, pair }
@@ -246,17 +242,6 @@ mod tests {
         let alone = StepWork::default().with_prompt(0, 100);
         (0..100).for_each(|_| model.add(&alone, Duration::from_millis(50)));
         assert!(model.cost().token > 0.0 && model.cost().row == 0.0);
-    }
-
-    #[test]
-    fn a_few_steps_do_not_tell_what_rows_cost() {
-        let mut model = StepModel::default();
-        let mut cost = |context| {
-            model.add(&StepWork::default().with_row(context), Duration::from_millis(10));
-            model.cost()
-        };
-        assert_eq!((0..8).map(|_| cost(2000)).last(), Some(StepCost::default()));
-        assert!(cost(20).base > 0.0);
     }
 
     #[test]

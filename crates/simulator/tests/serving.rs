@@ -69,5 +69,6 @@ fn rejection_by_predicted_load_serves_more_in_time_and_keeps_the_load_even() {
     let in_time = |outcome: &Outcome| outcome.attainment(9.0, 0.06);
     assert!(in_time(&ours) > 1.5 * in_time(&present), "{} and {} in time", in_time(&ours), in_time(&present));
     let ((prefill, decode), (prefill_present, decode_present)) = (ours.fluctuation(1), present.fluctuation(1));
-    assert!(prefill < 0.5 * prefill_present && decode < 0.5 * decode_present, "{prefill} {decode}");
+    let all = [prefill, prefill_present, decode, decode_present];
+    assert!(prefill < 0.5 * prefill_present && decode < 0.5 * decode_present, "{all:?}");
 }
