@@ -90,10 +90,14 @@ fn spans(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
             }
             Mark::Transferred => ends(&mut open, &|open| open.name == "transfer", *when, None),
             // A handoff needs both workers.
-            Mark::Lost { leg, why: error } | Mark::Recovering { leg, cause: error } => {
+            Mark::Lost { leg, why } => {
                 let over = |open: &Open| open.name == "transfer" || open.name != "queue" && open.leg == *leg;
-                ends(&mut open, &over, *when, Some(error));
+                ends(&mut open, &over, *when, Some(why));
             }
+            // What both workers did so far is given up.
+            Mark::Recovering { cause, .. } => ends(&mut open, &|open| open.name != "queue", *when, Some(cause)),
+            // The decode worker has computed the prompt itself.
+            Mark::Started => ends(&mut open, &|open| open.name == "prefill", *when, None),
             _ => {}
         }
     }
@@ -149,9 +153,36 @@ fn whole(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
 
 #[cfg(test)]
 mod tests {
-    use baton_types::{Class, RequestId, WorkerId};
+    use baton_types::{Class, FinishReason, RequestId, WorkerId};
 
     use super::*;
+
+    /// A prefill worker is lost before the first token: what the decode worker had reserved is given up, too.
+    #[test]
+    fn a_recovery_ends_what_both_workers_did() {
+        let place = SpanPlace::first();
+        let (request, received) = (RequestId("r".to_owned()), Instant::now());
+        let class = Class::default();
+        let subject =
+            Subject { request, choice: 0, class, received, prompt_tokens: 9, prompt: None, span: Some(place) };
+        let (worker, span) = (WorkerId(1), Some(place.child()));
+        let marks = vec![
+            (20, Mark::Decode { worker, local: false, span }),
+            (30, Mark::Prefill { worker, span }),
+            (50, Mark::Lost { leg: Leg::Prefill, why: String::new() }),
+            (51, Mark::Recovering { leg: Leg::Prefill, cause: String::new() }),
+            (60, Mark::Decode { worker, local: true, span }),
+            (61, Mark::Prefill { worker, span }),
+            (70, Mark::Started),
+        ];
+        let state = State { marks, end: Some((90, End::Finished(FinishReason::Stop))), ..State::default() };
+        let spans = spans(place, &subject, &state, SystemTime::UNIX_EPOCH);
+        let micros = |at: SystemTime| at.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_micros();
+        let told = spans.iter().filter(|span| span.kind == SpanKind::Client);
+        let told: Vec<_> = told.map(|span| (span.name, micros(span.to), span.error.is_some())).collect();
+        let expected = [("prefill", 50, true), ("decode", 51, true), ("prefill", 70, false), ("decode", 90, false)];
+        assert_eq!(told, expected);
+    }
 
     #[test]
     fn what_a_lost_worker_did_ends_with_its_loss() {

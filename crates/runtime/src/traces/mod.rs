@@ -75,7 +75,7 @@ pub(crate) fn init(role: &'static str, endpoint: &OtlpEndpoint, share: Share) ->
             .build();
     let about = [
         KeyValue::new("service.namespace", "baton"),
-        KeyValue::new("service.instance.id", format!("{role}-{}", std::process::id())),
+        KeyValue::new("service.instance.id", format!("{role}-{:016x}", random_u64())),
         KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
     ];
     spans.set_resource(&Resource::builder().with_service_name(format!("baton-{role}")).with_attributes(about).build());
