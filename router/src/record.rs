@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use baton_policy::{Failure, Leg};
 use baton_runtime::metrics as names;
-use baton_runtime::traces::{self, Span, SpanKind, SpanPlace};
+use baton_runtime::traces::{self, Span, SpanKind, SpanPlace, Value};
 use baton_types::{Class, ErrorKind, Fault, FinishReason, RequestId, Usage, WorkerId};
 use metrics::{Histogram, counter, gauge, histogram};
 use tokio::time::Instant;
@@ -175,15 +175,15 @@ impl Drop for Record {
         if let Some(place) = self.span {
             let to = SystemTime::now();
             let mut about = vec![
-                ("baton.request_id", self.request_id.to_string()),
-                ("baton.class", class.to_owned()),
-                ("baton.outcome", outcome.to_owned()),
-                ("baton.prompt_tokens", prompt_tokens.to_string()),
-                ("baton.completion_tokens", completion_tokens.to_string()),
-                ("baton.cached_tokens", cached_tokens.to_string()),
-                ("baton.recoveries", state.recoveries.to_string()),
+                ("baton.request_id", Value::from(self.request_id.to_string())),
+                ("baton.class", Value::from(class)),
+                ("baton.outcome", Value::from(outcome)),
+                ("baton.prompt_tokens", Value::from(i64::from(prompt_tokens))),
+                ("baton.completion_tokens", Value::from(i64::from(completion_tokens))),
+                ("baton.cached_tokens", Value::from(i64::from(cached_tokens))),
+                ("baton.recoveries", Value::from(i64::from(state.recoveries))),
             ];
-            about.extend(self.tenant.as_ref().map(|tenant| ("baton.tenant", tenant.name().to_owned())));
+            about.extend(self.tenant.as_ref().map(|tenant| ("baton.tenant", Value::from(tenant.name().to_owned()))));
             let error = state.failed.as_ref().filter(|error| error.kind.fault() != Fault::Client);
             traces::end(Span {
                 place,

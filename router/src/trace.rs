@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use baton_policy::{ChoiceInput, DecodeWord, Leg, LegEnd, PrefillWord};
 use baton_proto::v1;
 use baton_runtime::traces::SpanPlace;
-use baton_types::{Class, FinishReason, RequestId, WorkerId};
+use baton_types::{Class, Fault, FinishReason, RequestId, WorkerId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
@@ -123,7 +123,11 @@ enum Mark {
 #[derive(Debug)]
 enum End {
     Finished(FinishReason),
-    Failed(String),
+    Failed {
+        why: String,
+        /// The client gave it up, or asked for what cannot be.
+        by_client: bool,
+    },
 }
 
 impl Traces {
@@ -275,7 +279,8 @@ impl Trace {
     /// It failed.
     pub fn failed(&self, error: &RequestError) {
         let at = self.since(Instant::now());
-        self.state().end = Some((at, End::Failed(beginning(&error.to_string()))));
+        let by_client = matches!(error.kind.fault(), Fault::Client);
+        self.state().end = Some((at, End::Failed { why: beginning(&error.to_string()), by_client }));
         self.tell();
     }
 
@@ -341,8 +346,8 @@ impl Trace {
         told["token_us"] = json!(state.tokens);
         told["handoff"] = state.handoff.as_ref().map_or(Value::Null, Handoff::json);
         told["age_us"] = json!(self.since(Instant::now()));
-        if let Some((_, End::Failed(error))) = &state.end {
-            told["error"] = json!(error);
+        if let Some((_, End::Failed { why, .. })) = &state.end {
+            told["error"] = json!(why);
         }
         if let Some(prompt) = &self.subject.prompt {
             told["prompt"] = json!(prompt);
@@ -407,7 +412,7 @@ impl End {
         match self {
             End::Finished(FinishReason::Cancelled) => How::Cancelled,
             End::Finished(_) => How::Answered,
-            End::Failed(_) => How::Failed,
+            End::Failed { .. } => How::Failed,
         }
     }
 
@@ -415,7 +420,7 @@ impl End {
         match self {
             End::Finished(FinishReason::Cancelled) => "cancelled",
             End::Finished(_) => "ok",
-            End::Failed(_) => "failed",
+            End::Failed { .. } => "failed",
         }
     }
 }

@@ -157,6 +157,7 @@ fn hex(bytes: &[u8]) -> String {
 fn texts(about: Vec<KeyValue>) -> BTreeMap<String, String> {
     let text = |value: any_value::Value| match value {
         any_value::Value::StringValue(text) => text,
+        any_value::Value::IntValue(number) => number.to_string(),
         other => format!("{other:?}"),
     };
     let pair = |pair: KeyValue| Some((pair.key, text(pair.value?.value?)));

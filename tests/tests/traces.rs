@@ -108,7 +108,7 @@ fn a_split_request_is_one_trace() {
         [("request", "baton-router"), ("prefill worker", "baton-prefill"), ("decode worker", "baton-decode")];
     services.iter().for_each(|(name, service)| assert_eq!(only(&spans, name).service, *service));
     let choice = only(&spans, "choice");
-    assert_eq!((&*choice.about["baton.tokens"], &*choice.about["baton.outcome"]), ("40", "ok"));
+    assert_eq!((&*choice.about["baton.completion_tokens"], &*choice.about["baton.outcome"]), ("40", "ok"));
     assert_eq!(choice.events, ["placed", "token", "token", "token"], "tokens 0, 16 and 32");
     assert!(only(&spans, "transfer").about["baton.bytes"].parse::<u64>().unwrap() > 0);
     assert!(spans.iter().all(|span| span.error.is_none()), "{spans:#?}");

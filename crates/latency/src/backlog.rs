@@ -98,7 +98,7 @@ impl Backlog {
     /// Of its time, it shares with each answer that is here, and with each that is coming, what it does on average where these began and begin at
     /// any time. As many more come in the time of one answer as there are now, or fewer: one answer says little of how often they come.
     pub fn token(&self, wait: f64, lasts: f64, context: u64) -> f64 {
-        let (wait, lasts) = (wait.max(0.0), lasts.max(1e-9));
+        let (wait, lasts) = (bounded(wait), bounded(lasts).max(1e-9));
         let here = (1.0 - wait / lasts).max(0.0).powi(2) / 2.0;
         let coming = if lasts >= wait { 1.0 - wait / (2.0 * lasts) } else { lasts / (2.0 * wait) };
         let (now, soon) = (self.work.rows as f64, self.coming.rows as f64);
@@ -201,7 +201,10 @@ mod tests {
         let odd = Backlog { batch, ..Backlog::default() }.for_interactive().with_batch(huge, u32::MAX);
         assert_eq!((odd.for_interactive().work.tokens, odd.for_interactive().coming.rows), (0, 0));
         assert_eq!(load.answers(f64::INFINITY, 0.0).rows, 0);
-        assert!([0.0, 1.0, f64::INFINITY].into_iter().all(|time| load.token(time, time, u64::MAX) <= LONGEST));
+        let token = |wait, lasts| load.token(wait, lasts, u64::MAX);
+        for (wait, lasts) in [(0.0, 1.0), (0.0, f64::INFINITY), (f64::INFINITY, f64::INFINITY), (f64::INFINITY, 0.0)] {
+            assert!((1.0..=LONGEST).contains(&token(wait, lasts)), "{wait} {lasts}: {}", token(wait, lasts));
+        }
         assert!(load.answers(0.0, f64::INFINITY).with_row(1).rows == u64::MAX);
     }
 

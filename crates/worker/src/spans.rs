@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use baton_runtime::traces::{self, Span, SpanKind, SpanPlace};
+use baton_runtime::traces::{self, Span, SpanKind, SpanPlace, Value};
 use tonic::metadata::MetadataMap;
 
 /// What an item of a request's stream says of its progress.
@@ -74,10 +74,10 @@ impl Drop for Spans {
             let (from, to, events) = (start + from, start + to, Vec::new());
             traces::end(Span { place, name, kind, from, to, about, events, error });
         };
-        for (name, times) in std::mem::take(&mut self.progress).over(lasted, self.error.is_some()) {
+        for (name, times) in std::mem::take(&mut self.progress).over(lasted) {
             span(place.child(), name, SpanKind::Internal, times, Vec::new(), None);
         }
-        let about = vec![("baton.request_id", request.clone())];
+        let about = vec![("baton.request_id", Value::from(request.clone()))];
         span(*place, name, SpanKind::Server, (Duration::ZERO, lasted), about, self.error.take());
     }
 }
@@ -116,10 +116,10 @@ impl Progress {
     }
 
     /// All phases of a request that has ended after `lasted`.
-    fn over(mut self, lasted: Duration, failed: bool) -> Vec<(&'static str, (Duration, Duration))> {
+    fn over(mut self, lasted: Duration) -> Vec<(&'static str, (Duration, Duration))> {
         if let Some(last) = self.token {
             self.phase("generate", last);
-        } else if self.reserved && !failed {
+        } else if self.reserved {
             // The KV that it waited for did not come.
             self.phase("receive", lasted);
         }
@@ -134,7 +134,7 @@ mod tests {
     fn phases(moments: &[(Moment, u64)], lasted: u64) -> Vec<(&'static str, u64, u64)> {
         let mut progress = Progress::default();
         moments.iter().for_each(|(moment, at)| progress.happens(*moment, Duration::from_secs(*at)));
-        let over = progress.over(Duration::from_secs(lasted), false);
+        let over = progress.over(Duration::from_secs(lasted));
         over.into_iter().map(|(name, (from, to))| (name, from.as_secs(), to.as_secs())).collect()
     }
 

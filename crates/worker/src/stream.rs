@@ -170,7 +170,22 @@ impl<W: Wire, C> Events<W, C> {
         traced: Option<Traced>,
         submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> Message<C>,
     ) -> Result<Response<Self>, Status> {
-        let spans = traced.map(Spans::new);
+        let mut spans = traced.map(Spans::new);
+        let asked = Events::<W, C>::accepted(engine, cancels, submit).await;
+        if let (Err(status), Some(spans)) = (&asked, &mut spans) {
+            spans.fails(status.message());
+        }
+        let (items, guard) = asked?;
+        let stalled = Box::pin(engine.stall().told());
+        Ok(Response::new(Events { items, stalled, ended: false, guard, spans }))
+    }
+
+    /// The items of a sequence that the engine has accepted, and what cancels it.
+    async fn accepted(
+        engine: &EngineHandle<C>,
+        cancels: Cancels<C>,
+        submit: impl FnOnce(mpsc::UnboundedSender<W::Item>, Accepted<C>) -> Message<C>,
+    ) -> Result<(mpsc::UnboundedReceiver<W::Item>, Guard<C>), Status> {
         let (stream, items) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
         let accepted = Accepted { answer: accepted, engine: engine.clone(), cancels };
@@ -179,9 +194,7 @@ impl<W: Wire, C> Events<W, C> {
             answer = answer => answer.map_err(|_| stopped())?,
             () = engine.stall().told() => return Err(status_of(engine.stall())),
         };
-        let guard = answer.map_err(|refused| refusal(&refused))?;
-        let stalled = Box::pin(engine.stall().told());
-        Ok(Response::new(Events { items, stalled, ended: false, guard, spans }))
+        Ok((items, answer.map_err(|refused| refusal(&refused))?))
     }
 }
 

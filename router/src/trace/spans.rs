@@ -14,7 +14,8 @@
 use std::time::{Duration, SystemTime};
 
 use baton_policy::Leg;
-use baton_runtime::traces::{self, About, Span, SpanKind, SpanPlace};
+use baton_runtime::traces::{self, About, Span, SpanKind, SpanPlace, Value};
+use baton_types::WorkerId;
 use tokio::time::Instant;
 
 use super::{End, Mark, State, Subject, Trace};
@@ -49,6 +50,10 @@ impl Open {
     }
 }
 
+fn id(worker: &WorkerId) -> Value {
+    Value::from(worker.to_string())
+}
+
 fn at(received: SystemTime, micros: u32) -> SystemTime {
     received + Duration::from_micros(micros.into())
 }
@@ -74,21 +79,25 @@ fn spans(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
         match mark {
             Mark::Begins => ends(&mut open, &|open| open.name == "queue", *when, None),
             Mark::Decode { worker, local, span: Some(place) } => {
-                let about = vec![("baton.worker", worker.to_string()), ("baton.computes_prompt", local.to_string())];
+                let about = vec![("baton.worker", id(worker)), ("baton.computes_prompt", Value::from(*local))];
                 let (place, kind, leg) = (*place, SpanKind::Client, Leg::Decode);
                 open.push(Open { place, name: "decode", kind, leg, from: *when, about });
             }
             Mark::Prefill { worker, span: Some(place) } => {
-                let about = vec![("baton.worker", worker.to_string())];
+                let about = vec![("baton.worker", id(worker))];
                 let (place, kind, leg) = (*place, SpanKind::Client, Leg::Prefill);
                 open.push(Open { place, name: "prefill", kind, leg, from: *when, about });
             }
             Mark::FirstToken => {
                 ends(&mut open, &|open| open.name == "prefill", *when, None);
                 let (place, kind, leg) = (place.child(), SpanKind::Internal, Leg::Prefill);
-                open.push(Open { place, name: "transfer", kind, leg, from: *when, about: handoff(state) });
+                open.push(Open { place, name: "transfer", kind, leg, from: *when, about: Vec::new() });
             }
-            Mark::Transferred => ends(&mut open, &|open| open.name == "transfer", *when, None),
+            Mark::Transferred => {
+                let done = open.iter_mut().filter(|open| open.name == "transfer");
+                done.for_each(|open| open.about = handoff(state));
+                ends(&mut open, &|open| open.name == "transfer", *when, None);
+            }
             // A handoff needs both workers.
             Mark::Lost { leg, why } => {
                 let over = |open: &Open| open.name == "transfer" || open.name != "queue" && open.leg == *leg;
@@ -110,41 +119,41 @@ fn spans(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
 fn handoff(state: &State) -> About {
     let Some(handoff) = &state.handoff else { return Vec::new() };
     vec![
-        ("baton.bytes", handoff.bytes.to_string()),
-        ("baton.transport", handoff.transport.clone()),
-        ("baton.seconds", format!("{:.6}", handoff.seconds)),
+        ("baton.bytes", Value::from(handoff.bytes as i64)),
+        ("baton.transport", Value::from(handoff.transport.clone())),
+        ("baton.seconds", Value::from(handoff.seconds)),
     ]
 }
 
 /// The span of the choice.
 fn whole(place: SpanPlace, subject: &Subject, state: &State, received: SystemTime, end: u32) -> Span {
     let about = vec![
-        ("baton.request_id", subject.request.to_string()),
-        ("baton.choice", subject.choice.to_string()),
-        ("baton.prompt_tokens", subject.prompt_tokens.to_string()),
-        ("baton.cached_tokens", state.cached.to_string()),
-        ("baton.tokens", state.count.to_string()),
-        ("baton.outcome", state.end.as_ref().map_or("running", |(_, end)| end.word()).to_owned()),
+        ("baton.request_id", Value::from(subject.request.to_string())),
+        ("baton.choice", Value::from(i64::from(subject.choice))),
+        ("baton.prompt_tokens", Value::from(i64::from(subject.prompt_tokens))),
+        ("baton.cached_tokens", Value::from(i64::from(state.cached))),
+        ("baton.completion_tokens", Value::from(i64::from(state.count))),
+        ("baton.outcome", Value::from(state.end.as_ref().map_or("running", |(_, end)| end.word()))),
     ];
     let placed = state.marks.iter().filter_map(|(when, mark)| match mark {
         Mark::Placed { decode, prefill } => {
-            let mut about = vec![("decode", decode.to_string())];
-            about.extend(prefill.map(|prefill| ("prefill", prefill.to_string())));
+            let mut about = vec![("baton.decode", id(decode))];
+            about.extend(prefill.as_ref().map(|prefill| ("baton.prefill", id(prefill))));
             Some((at(received, *when), "placed", about))
         }
         Mark::NotPlaced => Some((at(received, *when), "not placed", Vec::new())),
         Mark::Recovering { leg, cause } => {
-            let about = vec![("leg", leg.as_str().to_owned()), ("cause", cause.clone())];
+            let about = vec![("baton.leg", Value::from(leg.as_str())), ("baton.cause", Value::from(cause.clone()))];
             Some((at(received, *when), "recovering", about))
         }
         _ => None,
     });
     let tokens = state.tokens.iter().enumerate().step_by(EVERY);
-    let tokens = tokens.map(|(n, when)| (at(received, *when), "token", vec![("n", n.to_string())]));
+    let tokens = tokens.map(|(n, when)| (at(received, *when), "token", vec![("baton.token", Value::from(n as i64))]));
     let mut events: Vec<_> = placed.chain(tokens).collect();
     events.sort_by_key(|(when, ..)| *when);
     let error = match &state.end {
-        Some((_, End::Failed(error))) => Some(error.clone()),
+        Some((_, End::Failed { why, by_client: false })) => Some(why.clone()),
         _ => None,
     };
     let (from, to) = (received, at(received, end));
@@ -153,7 +162,7 @@ fn whole(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
 
 #[cfg(test)]
 mod tests {
-    use baton_types::{Class, FinishReason, RequestId, WorkerId};
+    use baton_types::{Class, FinishReason, RequestId};
 
     use super::*;
 
@@ -203,7 +212,7 @@ mod tests {
             (50, Mark::Recovering { leg: Leg::Decode, cause: why() }),
             (60, Mark::Decode { worker, local: true, span: decode() }),
         ];
-        let state = State { marks, end: Some((90, End::Failed(why()))), ..State::default() };
+        let state = State { marks, end: Some((90, End::Failed { why: why(), by_client: false })), ..State::default() };
         let start = SystemTime::UNIX_EPOCH;
         let spans = spans(place, &subject, &state, start);
         let micros = |at: SystemTime| at.duration_since(start).unwrap().as_micros();

@@ -15,20 +15,30 @@ use std::time::{Duration, SystemTime};
 use baton_types::random_u64;
 use opentelemetry::trace::{Event, SpanContext, SpanId, Status, TraceFlags, TraceId, TraceState};
 use opentelemetry::{InstrumentationScope, KeyValue};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
-use opentelemetry_sdk::trace::{BatchSpanProcessor, SpanData, SpanEvents, SpanLinks, SpanProcessor};
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanEvents, SpanLinks, SpanProcessor,
+};
+use tonic::transport::Endpoint;
 
 use crate::error::RuntimeError;
 use place::Caller;
 pub use place::SpanPlace;
 pub use settings::{OtlpEndpoint, Share};
 
+pub use opentelemetry::Value;
 pub use opentelemetry::trace::SpanKind;
 
-/// The longest wait for the collector: of a batch, and at the end of the process.
+/// The longest wait for the collector: to connect, for a batch, and at the end of the process.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// A connection on which nothing comes for so long is asked whether it still is one.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// Spans that wait, and how many of them go together, and how long one waits at most.
+const QUEUE: usize = 2048;
+const BATCH: usize = 512;
+const EVERY: Duration = Duration::from_secs(5);
 
 static TRACER: OnceLock<Tracer> = OnceLock::new();
 
@@ -39,7 +49,7 @@ struct Tracer {
 }
 
 /// What is known of something: names and values.
-pub type About = Vec<(&'static str, String)>;
+pub type About = Vec<(&'static str, Value)>;
 
 /// Something a process did for a request. It is over.
 #[derive(Debug)]
@@ -68,11 +78,16 @@ pub struct Span {
 /// # Errors
 /// The endpoint cannot be used.
 pub(crate) fn init(role: &'static str, endpoint: &OtlpEndpoint, share: Share) -> Result<(), RuntimeError> {
-    let exporter = SpanExporter::builder().with_tonic().with_endpoint(endpoint.0.as_str()).with_timeout(PATIENCE);
-    let exporter = exporter.build().map_err(|e| RuntimeError::Otlp(endpoint.to_string(), e.to_string()))?;
-    let mut spans =
-        BatchSpanProcessor::builder(Reporting { exporter, endpoint: endpoint.clone(), fails: AtomicBool::default() })
-            .build();
+    let refused = |why: &dyn std::fmt::Display| RuntimeError::Otlp(endpoint.to_string(), why.to_string());
+    let channel = Endpoint::from_shared(endpoint.0.clone()).map_err(|e| refused(&e))?;
+    let channel = channel.connect_timeout(PATIENCE).timeout(PATIENCE).http2_keep_alive_interval(KEEP_ALIVE);
+    let channel = channel.keep_alive_timeout(PATIENCE).connect_lazy();
+    let exporter = SpanExporter::builder().with_tonic().with_channel(channel).with_timeout(PATIENCE).build();
+    let exporter = exporter.map_err(|e| refused(&e))?;
+    let queue = BatchConfigBuilder::default().with_max_queue_size(QUEUE).with_max_export_batch_size(BATCH);
+    let queue = queue.with_scheduled_delay(EVERY).build();
+    let exporter = Reporting { exporter, endpoint: endpoint.clone(), fails: AtomicBool::default() };
+    let mut spans = BatchSpanProcessor::builder(exporter).with_batch_config(queue).build();
     let about = [
         KeyValue::new("service.namespace", "baton"),
         KeyValue::new("service.instance.id", format!("{role}-{:016x}", random_u64())),
@@ -190,8 +205,8 @@ mod tests {
     #[test]
     fn a_span_keeps_its_place_and_its_times() {
         let (place, now) = (SpanPlace::first().child(), SystemTime::now());
-        let about = vec![("baton.request_id", "r".to_owned())];
-        let events = vec![(now, "token", vec![("n", "3".to_owned())])];
+        let about = vec![("baton.request_id", Value::from("r"))];
+        let events = vec![(now, "token", vec![("n", Value::from(3i64))])];
         let (from, to, error) = (now, now - Duration::from_secs(1), Some("gone".to_owned()));
         let span = Span { place, name: "decode", kind: SpanKind::Client, from, to, about, events, error };
         let data = data(span, &InstrumentationScope::default());
