@@ -225,6 +225,16 @@ def dynamo(python):
     return run
 
 
+def others(options):
+    """What stands beside it."""
+    routers = {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
+    for peers, text in ((options.peer, False), (options.text_peer, True)):
+        routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
+    if options.dynamo:
+        routers["dynamo"] = dynamo(options.dynamo)
+    return {**routers, "bytes only": relay}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baton", required=True, help="the program to measure")
@@ -253,13 +263,8 @@ def main():
     if options.seen:
         routers["page open"] = baton(options.baton, watched=True)
         routers |= {f"traces of {share:.0%}": traced(options.baton, options.seen, share) for share in (0.01, 1)}
-    routers |= {name: baton(program) for name, _, program in (other.partition("=") for other in options.other)}
-    for peers, text in ((options.peer, False), (options.text_peer, True)):
-        routers |= {name: passes_through(command, text) for name, _, command in (peer.partition("=") for peer in peers)}
-    if options.dynamo:
-        routers["dynamo"] = dynamo(options.dynamo)
-    if not options.seen:
-        routers["bytes only"] = relay
+    else:
+        routers |= others(options)
     rates, bursts = list(map(float, options.rates.split(","))), list(map(int, options.bursts.split(",")))
     shares = options.shared.split(",") if options.shared else [None]
     rows, held = [], {}

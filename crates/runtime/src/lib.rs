@@ -1,4 +1,5 @@
-//! What every process of the cluster needs besides its own work: configuration, logs, metrics, the admin endpoint, drain.
+//! What every process of the cluster needs besides its own work: configuration, logs, metrics, traces, the admin endpoint,
+//! drain.
 //!
 //! Router, workers and the supervisor build on this crate; it knows none of them. Each component declares its settings with
 //! [`config!`], reads them with [`load`], and passes the part that every process shares ([`ProcessConfig`]) to
