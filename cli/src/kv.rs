@@ -9,7 +9,6 @@ use baton_store::{Folder, Identity, Kept, Looked};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use report::Seen;
-pub use report::size;
 
 /// `baton kv`.
 pub fn command() -> Command {

@@ -17,6 +17,7 @@ mod status;
 mod supervisor;
 mod terminal;
 mod top;
+mod units;
 mod up;
 mod warm;
 

@@ -7,6 +7,7 @@ use baton_store::{Identity, Kept, Looked, SegmentSum};
 use serde_json::{Value, json};
 
 use super::Waste;
+use crate::units::{bytes, duration};
 
 /// A file that was looked at.
 pub struct Seen {
@@ -50,11 +51,12 @@ pub fn table(seen: &[Seen], data: bool, now: SystemTime) -> String {
             );
             line("computed", format!("by {}, tensor parallel {}", about.backend, about.tp));
         }
-        let age = one.file.age(now).map_or_else(|| "not known".to_owned(), |age| format!("{} ago", ago(age.as_secs())));
+        let age =
+            one.file.age(now).map_or_else(|| "not known".to_owned(), |age| format!("{} ago", duration(age.as_secs())));
         line("written", age);
         line(
             "on disk",
-            format!("{} of {}", size(one.file.bytes), size(u64::from(one.file.segments) * one.file.segment_bytes())),
+            format!("{} of {}", bytes(one.file.bytes), bytes(u64::from(one.file.segments) * one.file.segment_bytes())),
         );
         match &one.looked {
             None => line(
@@ -65,17 +67,17 @@ pub fn table(seen: &[Seen], data: bool, now: SystemTime) -> String {
             Some(looked) => {
                 let (live, dead) = (one.sum(|sum| sum.live), one.sum(|sum| sum.dead));
                 let (count, of) = (looked.segments.len(), one.file.segments);
-                let bytes = size(one.file.segment_bytes());
-                line("segments", format!("{count} of {of} written to, {bytes} each"));
+                let each = bytes(one.file.segment_bytes());
+                line("segments", format!("{count} of {of} written to, {each} each"));
                 line(
                     "live",
                     format!(
                         "{live} blocks, {} tokens, {}",
                         live * u64::from(looked.block_tokens),
-                        size(live * looked.record_bytes)
+                        bytes(live * looked.record_bytes)
                     ),
                 );
-                line("dead", format!("{dead} blocks, {}", size(dead * looked.record_bytes)));
+                line("dead", format!("{dead} blocks, {}", bytes(dead * looked.record_bytes)));
                 let foreign = one.sum(|sum| sum.foreign);
                 if foreign > 0 {
                     line("foreign", format!("{foreign} records of another identity or version"));
@@ -143,9 +145,9 @@ pub fn freed(all: &[(Kept, Waste)], done: bool) -> String {
             Waste::File => "all of it: of another identity".to_owned(),
             Waste::Segments(list) => format!("{} segments without a live block", list.len()),
         };
-        let _ = writeln!(text, "{}: {what}, {}", file.path.display(), size(freed_bytes(file, waste)));
+        let _ = writeln!(text, "{}: {what}, {}", file.path.display(), bytes(freed_bytes(file, waste)));
     }
-    let sum = size(all.iter().map(|(file, waste)| freed_bytes(file, waste)).sum());
+    let sum = bytes(all.iter().map(|(file, waste)| freed_bytes(file, waste)).sum());
     let _ = match (all.is_empty(), done) {
         (true, _) => writeln!(text, "Everything may be of use to a worker; there is nothing to free."),
         (false, true) => writeln!(text, "{sum} freed."),
@@ -168,25 +170,6 @@ pub fn freed_json(all: &[(Kept, Waste)], done: bool) -> Value {
 
 fn identity(of: Identity) -> String {
     format!("{:016x}-{:016x}", of.layout, of.numerics)
-}
-
-/// Bytes for people.
-pub fn size(bytes: u64) -> String {
-    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let unit = units.into_iter().find(|(bits, _)| bytes >> bits > 0);
-    unit.map_or_else(
-        || format!("{bytes} B"),
-        |(bits, name)| format!("{:.1} {name}", bytes as f64 / (1u64 << bits) as f64),
-    )
-}
-
-fn ago(seconds: u64) -> String {
-    match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        7200..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86_400),
-    }
 }
 
 #[cfg(test)]
@@ -228,8 +211,8 @@ mod tests {
     #[test]
     fn gc_says_how_many_bytes_and_whether_it_was_done() {
         let all = [(seen().file, Waste::Segments(vec![1, 2])), (seen().file, Waste::File)];
-        assert!(freed(&all, false).ends_with("128.0 KiB can be freed; nothing was changed. --yes does it.\n"));
-        assert!(freed(&all, true).ends_with("128.0 KiB freed.\n"));
+        assert!(freed(&all, false).ends_with("128 KiB can be freed; nothing was changed. --yes does it.\n"));
+        assert!(freed(&all, true).ends_with("128 KiB freed.\n"));
         assert!(freed(&[], true).contains("nothing to free"));
     }
 }

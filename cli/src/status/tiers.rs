@@ -4,7 +4,7 @@ use baton_proto::v1;
 use serde_json::{Value, json};
 
 use super::report::Answered;
-use crate::kv::size;
+use crate::units::bytes;
 
 /// A line for each tier of each worker.
 pub fn table(workers: &[Answered]) -> String {
@@ -29,10 +29,10 @@ fn line(head: &str, tier: &v1::KvTier, all: &[v1::KvTier]) -> String {
     let dash = || "-".to_owned();
     let hits = tier.hit_tokens.map_or_else(dash, |tokens| tokens.to_string());
     let share = share(tier, all).map_or_else(dash, |share| format!("{:.0} %", share * 100.0));
-    let (bytes, limit, written) = (size(tier.bytes), size(tier.limit_bytes), size(tier.written_bytes));
+    let [held, limit, written] = [tier.bytes, tier.limit_bytes, tier.written_bytes].map(bytes);
     let written = if tier.tier == "disk" { written } else { dash() };
     format!(
-        "{head} {:<5} {:>9} {bytes:>10} {limit:>10} {hits:>12} {share:>6} {:>8} {written:>10}\n",
+        "{head} {:<5} {:>9} {held:>10} {limit:>10} {hits:>12} {share:>6} {:>8} {written:>10}\n",
         tier.tier, tier.blocks, tier.verify_failures
     )
 }

@@ -9,7 +9,6 @@ mod snapshot;
 mod state;
 mod steps;
 mod tables;
-mod units;
 mod view;
 
 use std::io::IsTerminal;

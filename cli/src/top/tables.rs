@@ -8,8 +8,8 @@ use ratatui::widgets::{Cell, Row, Table, Widget};
 
 use super::snapshot::{Blocks, Handoff, Snapshot, Text, Worker};
 use super::state::{Column, State};
-use super::units::{bytes, count, few, rate, seconds};
 use super::view::{BOLD, DIM};
+use crate::units::{bytes, count, few, rate, seconds};
 
 /// Characters of a name where there is no room for all of it.
 const SHORT: usize = 7;

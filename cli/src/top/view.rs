@@ -13,8 +13,9 @@ use baton_cluster::Role;
 
 use super::snapshot::{Percentiles, Snapshot};
 use super::state::State;
-use super::units::{count, duration, few, seconds};
-use super::{tables, units};
+use super::tables;
+use crate::units;
+use crate::units::{count, duration, few, seconds};
 
 /// The least size that shows anything of use.
 pub const LEAST: (u16, u16) = (60, 14);

@@ -1,4 +1,4 @@
-//! Numbers for people, as the live page writes them, in ASCII. `-`: not known.
+//! Numbers for people, in ASCII, as the live page writes them. `-`: not known.
 
 /// A time in seconds. At most 8 characters, up to days.
 pub fn seconds(value: Option<f64>) -> String {
