@@ -124,10 +124,18 @@ function facts(choice) {
     ["answer", `${count(choice.tokens)} tokens, ${few(speed(choice))} a second`],
     ["TTFT", seconds(micro(choice.first_token_us))],
     ["route", route(choice)],
-    ["handoff", handoff ? `${(handoff.bytes / 2 ** 20).toFixed(2)} MiB over ${handoff.transport} in ${seconds(handoff.seconds)}` : "none"],
+    ["handoff", handoff ? `${(handoff.bytes / 2 ** 20).toFixed(2)} MiB over ${handoff.transport} in ${seconds(handoff.seconds)}` : choice.prefill ? "not told of before the answer ended" : "none"],
     ["recoveries", count(choice.recoveries)],
+    ...tables(choice.blocks),
   ];
   return h("dl", { class: "facts" }, pairs.map(([name, value]) => [h("dt", null, name), h("dd", null, value)]));
+}
+
+/** Where the prompt's KV is by now: `blocks` as the router tells them. */
+function tables(blocks) {
+  if (!blocks) return [];
+  const table = (told) => told.error ?? (told.blocks.length > 0 ? `${told.blocks.map((block, at) => `${at} → ${block}`).join("   ")}` : "no block of it is left in the prefix cache");
+  return ["prefill", "decode"].filter((role) => blocks[role]).map((role) => [`block table, ${role} ${short(blocks[role].worker)}`, h("span", { class: "mono tables", tabindex: "0", role: "region", "aria-label": "Block table" }, table(blocks[role]))]);
 }
 
 /** The same as the waterfall, for who cannot see it. */

@@ -1,18 +1,16 @@
-// How a KV cache works, step by step, with the numbers of a model.
+// How a KV cache works, step by step: what the engine did with a short prompt, and the numbers of its model.
 
 import { bytes, count, h, s, say, set } from "./dom.js";
-import { BLOCKS, frames, tokenBytes } from "./walk-model.js";
+import { columnsView } from "./walk-columns.js";
+import { BLOCKS, elementBytes, frames, recorded, tokenBytes, usual } from "./walk-model.js";
 
 const PLAY = 1600;
-const COLUMNS = 50;
-const ELEMENT = 2;
-const [STEP, CELL, LEFT] = [13, 10, 34];
 
 /** A shape to show where none is known. */
 const USUAL = { name: "llama-3.1-8b", block_size: 16, config: { layers: 32, heads: 32, kv_heads: 8, head_dim: 128 } };
 
 export function walk(store) {
-  const story = { model: USUAL, frames: frames(USUAL.block_size), at: 0 };
+  const story = { model: USUAL, tour: null, asked: 0, frames: frames(usual(USUAL.block_size)), at: 0 };
   const title = h("h2", { "aria-live": "polite" });
   const text = h("p", { class: "say" });
   const [columns, pools] = [columnsView(), poolsView()];
@@ -31,9 +29,9 @@ export function walk(store) {
     say(place, `${story.at + 1} of ${story.frames.length}`);
     back.disabled = story.at === 0;
     next.disabled = story.at === story.frames.length - 1;
-    columns.draw(frame, story.model);
+    columns.draw(frame, { config: story.model.config, tour: story.tour });
     pools.draw(frame);
-    sums.draw(frame, story.model);
+    sums.draw(frame, { ...story.model, type: story.tour?.kv_type ?? "f16" });
   }
   function go(at) {
     stop();
@@ -59,58 +57,57 @@ export function walk(store) {
       draw();
     }, PLAY);
   });
+  const choose = (name, label) => {
+    const select = h("select", { id: `walk-${name}`, disabled: true, onchange: () => record() });
+    return { select, node: h("span", null, h("label", { for: `walk-${name}`, class: "small" }, label), " ", select) };
+  };
+  const [layer, head] = [choose("layer", "layer"), choose("head", "KV head")];
+  const whence = h("p", { class: "muted small", role: "status" });
   const stage = h("section", { class: "card stage", "aria-label": "Walk-through" },
     h("div", { class: "head" }, title, place), text,
-    h("div", { class: "controls" }, play, back, next, reset), columns.node, pools.node);
+    h("div", { class: "controls" }, play, back, next, reset, layer.node, head.node), columns.node, whence, pools.node);
   const node = h("div", { class: "view walk" }, h("h1", null, "How a KV cache works"), stage, sums.node);
 
   async function learn() {
     const known = await (await fetch("/page/models")).json();
     const served = known.served.find((one) => one.config);
     const worker = store.now?.workers.find((one) => one.role === "decode");
-    if (served) story.model = { name: served.name, config: served.config, block_size: [16, 32].includes(worker?.block_size) ? worker.block_size : USUAL.block_size };
-    story.frames = frames(story.model.block_size);
+    if (served) story.model = { name: served.name, config: served.config, block_size: worker?.block_size ?? USUAL.block_size };
+    const { layers, kv_heads } = story.model.config;
+    const numbers = (of) => Array.from({ length: of }, (_, at) => h("option", { value: at }, String(at + 1)));
+    layer.select.replaceChildren(h("option", { value: "" }, "first"), ...numbers(layers));
+    head.select.replaceChildren(...numbers(kv_heads));
+    await record();
+  }
+  /** Asks what the engine did. Without an answer the story is told without values. */
+  async function record() {
+    const own = ++story.asked;
+    say(whence, "Two short requests are being answered, to be shown here …");
+    const wanted = { model: story.model.name, head: Number(head.select.value || 0) };
+    if (layer.select.value !== "") wanted.layer = Number(layer.select.value);
+    const answer = await fetch("/page/tour", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(wanted) });
+    const tour = await answer.json();
+    // Another head was chosen meanwhile.
+    if (own !== story.asked) return;
+    story.tour = answer.ok ? tour : null;
+    if (answer.ok) story.model.block_size = tour.block_size;
+    story.frames = frames(story.tour ? recorded(tour) : usual(story.model.block_size));
+    for (const { select } of [layer, head]) select.disabled = !answer.ok;
+    story.at = Math.min(story.at, story.frames.length - 1);
+    whence.replaceChildren(...(answer.ok ? source(tour) : [`Without the engine's values: ${tour.error}.`]));
     draw();
   }
   draw();
-  learn().catch(() => {});
+  learn().catch(() => say(whence, "Without the engine's values: the router does not answer."));
   return { node, close: stop };
 }
 
-/** K and V of one head: a column for each token. */
-function columnsView() {
-  const rows = ["K", "V"].map((name, at) => ({ name, y: 22 + at * 26, cells: [] }));
-  const wide = LEFT + COLUMNS * STEP;
-  const read = s("rect", { class: "read", x: LEFT - 3, y: 16, height: 58, rx: 3, width: 0 });
-  const top = s("text", { x: LEFT, y: 11 });
-  const svg = s("svg", { viewBox: `0 0 ${wide} 78`, role: "img", "aria-label": "K and V of one head" }, top);
-  for (const { name, y, cells } of rows) {
-    svg.append(s("text", { class: "strong", x: 8, y: y + 14 }, name));
-    for (let at = 0; at < COLUMNS; at++) {
-      const cell = s("rect", { class: "cell", x: LEFT + at * STEP, y, width: CELL, height: 20, rx: 1.5 });
-      cells.push(cell);
-      svg.append(cell);
-    }
-  }
-  svg.append(read);
-  const caption = h("p", { class: "muted small" });
-  function draw(frame, { config }) {
-    for (const { name, cells } of rows) {
-      cells.forEach((cell, at) => {
-        const there = at < frame.columns;
-        const fresh = at >= frame.fresh[0] && at < frame.fresh[1];
-        set(cell, "class", `cell ${there ? name.toLowerCase() : ""} ${fresh ? "new" : ""}`);
-        set(cell, "visibility", at < frame.tokens || there ? "visible" : "hidden");
-      });
-    }
-    set(read, "width", frame.reads > 0 ? frame.reads * STEP + 3 : 0);
-    set(read, "visibility", frame.reads > 0 ? "visible" : "hidden");
-    say(top, `tokens 1 to ${frame.tokens}`);
-    const fresh = frame.fresh[1] - frame.fresh[0];
-    set(svg, "aria-label", `${frame.columns} columns of K and V, ${fresh} of them new, ${frame.reads} read`);
-    say(caption, `One KV head of ${config.kv_heads} in one layer of ${config.layers}: a column is ${config.head_dim} elements of K and as many of V. Outlined: computed in this step. Framed: read by attention.`);
-  }
-  return { node: h("div", null, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "K and V" }, h("div", { class: "wide" }, svg)), caption), draw };
+/** What was recorded, with links to both requests. */
+function source(tour) {
+  const link = (id, name) => h("a", { href: `#/requests/${encodeURIComponent(id)}` }, name);
+  const same = tour.prefill && tour.prefill.keys.every((value, at) => value === tour.decode.keys[at]) && tour.prefill.values.every((value, at) => value === tour.decode.values[at]);
+  const handed = !tour.prefill ? "The decode worker computed the prompt itself." : same ? "Both workers' pools hold the same bits of the prompt." : "The pools hold other bits of the prompt: their KV types differ.";
+  return ["Recorded on this cluster: ", link(tour.first.request, "the first request"), ", ", link(tour.second.request, "the second one"), `. ${handed}`];
 }
 
 /** Both pools, and the block tables. */
@@ -118,7 +115,7 @@ function poolsView() {
   const [size, gap, left] = [40, 8, 116];
   const make = (name, y) => {
     const blocks = Array.from({ length: BLOCKS }, (_, at) => s("rect", { x: left + at * (size + gap), y, width: size, height: 30, rx: 4 }));
-    const numbers = Array.from({ length: BLOCKS }, (_, at) => s("text", { x: left + at * (size + gap) + size / 2, y: y + 44, "text-anchor": "middle" }, String(at)));
+    const numbers = Array.from({ length: BLOCKS }, (_, at) => s("text", { x: left + at * (size + gap) + size / 2, y: y + 44, "text-anchor": "middle" }));
     return { name, y, blocks, numbers, label: s("text", { class: "strong", x: 0, y: y + 19 }, name) };
   };
   const rows = [make("prefill worker", 4), make("decode worker", 68)];
@@ -127,9 +124,12 @@ function poolsView() {
   const legend = h("div", { class: "legend" }, [["free", "free"], ["used", "used"], ["cached", "cached"], ["lent", "lent"], ["quarantined", "shared by both conversations"]].map(([state, name]) => h("span", { class: `s-${state}` }, name)));
   function draw(frame) {
     for (const [row, states] of [[rows[0], frame.prefill], [rows[1], frame.decode]]) {
-      states.forEach((state, at) => set(row.blocks[at], "class", `s-${state === "shared" ? "quarantined" : state}`));
+      states.forEach(({ id, state }, at) => {
+        set(row.blocks[at], "class", `s-${state === "shared" ? "quarantined" : state}`);
+        say(row.numbers[at], String(id));
+      });
     }
-    const told = (states) => states.map((state, at) => [at, state]).filter(([, state]) => state !== "free").map(([at, state]) => `block ${at} ${state}`).join(", ") || "all free";
+    const told = (states) => states.filter(({ state }) => state !== "free").map(({ id, state }) => `block ${id} ${state}`).join(", ") || "all free";
     set(svg, "aria-label", `Pool of the prefill worker: ${told(frame.prefill)}. Pool of the decode worker: ${told(frame.decode)}.`);
     const lines = frame.tables.length > 0 ? frame.tables : [["none yet", []]];
     tables.replaceChildren(...lines.flatMap(([name, blocks]) => [h("dt", null, `block table, ${name}`), h("dd", { class: "mono" }, blocks.map((block, at) => `${at} → ${block}`).join("   ") || "–")]));
@@ -146,21 +146,22 @@ function sumsView() {
   const node = h("div", { class: "two" },
     h("section", { class: "card detail" }, h("h2", null, "Memory"), formula, memory.node, h("h2", null, "Tokens computed so far"), compute.node),
     h("section", { class: "card detail" }, h("h2", null, "KV of these tokens by kind of attention"), shape, kinds));
-  function draw(frame, { name, config, block_size }) {
-    const each = tokenBytes(config, ELEMENT);
+  function draw(frame, { name, config, block_size, type }) {
+    const element = elementBytes(type, config.head_dim);
+    const each = tokenBytes(config, element);
     const tokens = frame.columns;
-    formula.replaceChildren(`2 · ${config.layers} layers · ${config.kv_heads} KV heads · ${config.head_dim} elements · ${tokens} tokens · ${ELEMENT} bytes = `, h("b", null, bytes(each * tokens)));
+    formula.replaceChildren(`2 · ${config.layers} layers · ${config.kv_heads} KV heads · ${config.head_dim} elements · ${tokens} tokens · ${element} bytes = `, h("b", null, bytes(each * tokens)));
     const blocks = Math.ceil(tokens / block_size);
     memory.draw([["in tokens", each * tokens], ["in whole blocks", each * blocks * block_size]], bytes);
     compute.draw([["with a KV cache", frame.work], ["without: all again for each token", frame.without]], count);
     const list = [["MHA", config.heads, "each query head has KV of its own"], ["GQA", config.kv_heads, "groups of query heads share KV"], ["MQA", 1, "all query heads share KV"]]
       .filter(([kind]) => kind !== "GQA" || (config.kv_heads > 1 && config.kv_heads < config.heads));
-    const most = tokenBytes(config, ELEMENT, config.heads);
+    const most = tokenBytes(config, element, config.heads);
     kinds.replaceChildren(...list.map(([kind, heads, why]) => {
       const own = heads === config.kv_heads ? `, ${name}` : "";
-      return bar(`${kind}: ${heads} KV ${heads === 1 ? "head" : "heads"}${own}`, tokenBytes(config, ELEMENT, heads) / most, `${bytes(tokenBytes(config, ELEMENT, heads) * tokens)}; ${why}`);
+      return bar(`${kind}: ${heads} KV ${heads === 1 ? "head" : "heads"}${own}`, tokenBytes(config, element, heads) / most, `${bytes(tokenBytes(config, element, heads) * tokens)}; ${why}`);
     }));
-    say(shape, `${name}: ${config.layers} layers, ${config.heads} query heads, ${config.kv_heads} KV heads of ${config.head_dim} elements, blocks of ${block_size} tokens. KV in f16.`);
+    say(shape, `${name}: ${config.layers} layers, ${config.heads} query heads, ${config.kv_heads} KV heads of ${config.head_dim} elements, blocks of ${block_size} tokens. KV in ${type}.`);
   }
   return { node, draw };
 }

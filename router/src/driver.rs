@@ -23,7 +23,7 @@ use crate::forecast::Forecast;
 use crate::gate::{InLine, Turn};
 use crate::sink::Sink;
 use crate::standing::Standing;
-use crate::trace::{Subject, Trace};
+use crate::trace::{Kv, Subject, Trace};
 use crate::waits::{Alarm, Dormant};
 use crate::worker::{Allowed, FetchBegins, Leg, Word, Workers, open_decode, open_prefill, traced};
 
@@ -95,6 +95,7 @@ impl Driver {
             received: sink.record().received(),
             prompt_tokens: job.prompt.len() as u32,
             prompt: job.shown.take(),
+            kv: Kv::of(&job.prompt, &job.standing.cache_salt),
             span: sink.record().span().map(|span| span.child()),
         });
         let (decode, prefill, target, fetch, unplaced) = (None, None, None, None, None);
@@ -206,6 +207,7 @@ impl Driver {
             patience,
             slo,
             class: standing.class,
+            handed_over: standing.handed_over,
         }
     }
 

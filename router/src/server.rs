@@ -67,7 +67,6 @@ impl RegistryChoice {
 }
 
 /// A router that accepts requests.
-#[derive(Debug)]
 pub struct RunningRouter {
     /// Where HTTP listens.
     pub http_addr: SocketAddr,
@@ -75,13 +74,19 @@ pub struct RunningRouter {
     pub grpc_addr: SocketAddr,
     /// Where workers register, if the registry is embedded.
     pub internal_addr: Option<SocketAddr>,
-    models: Arc<Models>,
+    front: Arc<Front>,
+}
+
+impl std::fmt::Debug for RunningRouter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunningRouter").field("http_addr", &self.http_addr).finish_non_exhaustive()
+    }
 }
 
 impl RunningRouter {
     /// The workers' state as JSON, as served by GET /cluster.
     pub fn cluster(&self) -> serde_json::Value {
-        self.models.describe()
+        self.front.models.describe()
     }
 }
 
@@ -112,7 +117,7 @@ pub async fn run(config: RouterConfig) -> Result<Outcome, RouterError> {
     }
     let Process { shutdown, tasks, readiness, .. } = &process;
     let router = bound.start(&config, models, registry, shutdown.clone(), tasks, readiness.clone())?;
-    let _ = opened.set(Arc::clone(&router.models));
+    let _ = opened.set(Arc::clone(&router.front));
     let internal = router.internal_addr.map(tracing::field::display);
     tracing::info!(http = %router.http_addr, grpc = %router.grpc_addr, internal, admin = %process.admin_addr(), "serving");
     Ok(process.join().await)
@@ -169,14 +174,14 @@ impl fetch::Progress for Logged {
 }
 
 /// GET /cluster and /placements/REQUEST-ID at the admin endpoint, which starts before the router does.
-fn cluster_page(models: Opened) -> axum::Router {
+fn cluster_page(router: Opened) -> axum::Router {
     let starting = || (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response();
-    let known = Arc::clone(&models);
+    let known = Arc::clone(&router);
     let page =
-        move || async move { known.get().map_or_else(starting, |models| Json(models.describe()).into_response()) };
+        move || async move { known.get().map_or_else(starting, |front| Json(front.models.describe()).into_response()) };
     let explain = move |Path(id): Path<String>| async move {
-        let Some(models) = models.get() else { return starting() };
-        match models.explain(&id, None) {
+        let Some(front) = router.get() else { return starting() };
+        match front.models.explain(&id, None) {
             placements if placements.is_empty() => {
                 let unknown = format!("no placement of request {id:?} is known here: the latest are, of this router\n");
                 (StatusCode::NOT_FOUND, unknown).into_response()
@@ -295,7 +300,7 @@ impl Bound {
             http_addr: address(&self.http, config.http),
             grpc_addr: address(&self.grpc, config.grpc),
             internal_addr: self.internal.as_ref().map(|listener| address(listener, config.internal)),
-            models: Arc::clone(&models),
+            front: Arc::clone(&front),
         };
         let saved = config.view_file.as_deref().map(view_file::read).unwrap_or_default();
         let seen = watch::Sender::default();

@@ -29,6 +29,8 @@ pub(crate) struct Standing {
     /// Whose it is, hashed, and that tenant's weight; 0: of nobody in particular.
     pub tenant: u64,
     pub weight: u32,
+    /// A prefill worker is to compute the prompt, where there is one, however short it is.
+    pub handed_over: bool,
 }
 
 impl Standing {

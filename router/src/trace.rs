@@ -15,7 +15,10 @@ use tokio::time::Instant;
 
 use crate::error::RequestError;
 
+mod holders;
 mod spans;
+
+pub(crate) use holders::{Kv, Shares};
 
 /// Choices that are remembered.
 pub(crate) const MOST: usize = 256;
@@ -44,6 +47,8 @@ pub(crate) struct Subject {
     pub prompt_tokens: u32,
     /// The beginning of its prompt, if people may see it.
     pub prompt: Option<String>,
+    /// By what its KV is found.
+    pub kv: Option<Kv>,
     /// Its place in a trace that a collector gets, if that is kept.
     pub span: Option<SpanPlace>,
 }
@@ -159,12 +164,6 @@ impl Traces {
     /// The latest traces, the oldest first.
     pub fn latest(&self) -> Vec<Arc<Trace>> {
         self.all().iter().cloned().collect()
-    }
-
-    /// The choices of a request, whole.
-    pub fn of(&self, request: &str) -> Vec<Value> {
-        let all = self.latest();
-        all.iter().filter(|trace| trace.subject.request.0 == request).map(|trace| trace.whole()).collect()
     }
 }
 
@@ -339,7 +338,8 @@ impl Trace {
         })
     }
 
-    fn whole(&self) -> Value {
+    /// All of it, as JSON.
+    pub fn whole(&self) -> Value {
         let mut told = self.brief();
         let state = self.state();
         told["marks"] = state.marks.iter().map(|(at, mark)| mark.json(*at)).collect();
@@ -457,9 +457,18 @@ mod tests {
 
     use super::*;
 
-    fn subject(request: &str) -> Subject {
+    pub(super) fn subject(request: &str) -> Subject {
         let (request, received) = (RequestId(request.to_owned()), Instant::now());
-        Subject { request, choice: 0, class: Class::default(), received, prompt_tokens: 9, prompt: None, span: None }
+        Subject {
+            request,
+            choice: 0,
+            class: Class::default(),
+            received,
+            prompt_tokens: 9,
+            prompt: None,
+            kv: None,
+            span: None,
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -480,8 +489,9 @@ mod tests {
         trace.token(Instant::now());
         trace.recovering(Leg::Decode, "it went away");
         trace.finished(FinishReason::Stop, 4);
-        let all = traces.of("r");
+        let all = traces.choices("r");
         let [one] = &all[..] else { panic!("{all:?}") };
+        let one = one.whole();
         assert_eq!((&one["outcome"], &one["tokens"], &one["cached_tokens"]), (&json!("ok"), &json!(2), &json!(4)));
         assert_eq!((&one["first_token_us"], &one["last_token_us"]), (&json!(10_000), &json!(15_000)));
         assert_eq!(one["handoff"]["bytes"], 77);
@@ -493,7 +503,7 @@ mod tests {
         assert!(one["prompt"].is_null(), "prompts are shown only if they were given");
         let times = trace.times();
         assert_eq!((times.mean, times.tail, times.ended), (Some(0.005), Some(0.005), Some((0.015, How::Answered))));
-        assert!(traces.of("s").is_empty());
+        assert!(traces.choices("s").is_empty());
     }
 
     /// I5.
@@ -512,7 +522,7 @@ mod tests {
         );
         assert_eq!(whole["marks"].as_array().unwrap().len(), MARKS);
         (1..=MOST).for_each(|at| drop(traces.begin(subject(&at.to_string()))));
-        assert!(traces.of("0").is_empty() && !traces.of("1").is_empty());
+        assert!(traces.choices("0").is_empty() && !traces.choices("1").is_empty());
         assert_eq!(traces.latest().len(), MOST);
     }
 }

@@ -37,6 +37,7 @@ async function views(page, cluster, id, name, errors) {
   await page.waitForFunction(() => /\d/.test(document.querySelector(".result .value")?.textContent ?? ""));
   await look(page, `calculator-${name}`, errors);
   await go("#/kv-cache");
+  await page.waitForSelector(".walk [role=status] a");
   for (let step = 0; step < 3; step++) await page.getByRole("button", { name: "Step" }).click();
   await look(page, `kv-cache-handoff-${name}`, errors);
   for (let step = 0; step < 12; step++) await page.getByRole("button", { name: "Step" }).click();
@@ -65,6 +66,34 @@ async function content(page, cluster) {
   await page.selectOption("#c-model", "config.json");
   await page.fill("#c-config", "{");
   await page.waitForFunction(() => document.querySelector(".error")?.textContent.startsWith("config.json"));
+}
+
+/** The walk-through shows the engine's values and blocks, as the router tells them. */
+async function walk(page, cluster) {
+  const wanted = { layer: 2, head: 1 };
+  const asked = await fetch(`${cluster.page}page/tour`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(wanted) });
+  const told = await asked.json();
+  assert.equal(asked.status, 200, told.error);
+  await page.goto(`${cluster.page}#/kv-cache`);
+  await page.waitForSelector("#walk-layer:not([disabled])");
+  await page.selectOption("#walk-layer", { value: "2" });
+  await page.selectOption("#walk-head", { value: "1" });
+  for (let step = 0; step < 3; step++) await page.getByRole("button", { name: "Step" }).click();
+  await page.locator("#walk-token").fill("7");
+  const column = (numbers, token) => numbers.slice(token * told.head_dim, (token + 1) * told.head_dim).slice(0, 6).map((value) => value.toPrecision(3)).join(", ");
+  const written = `K = ${column(told.decode.keys, 6)}`;
+  await page.waitForFunction((text) => document.querySelector(".chosen-values").textContent.includes(text), written, { timeout: 5000 }).catch(async () => assert.fail(`${await page.textContent(".chosen-values")}, but ${written}`));
+  const shown = await page.textContent(".walk .stage");
+  assert.ok(shown.includes(`V = ${column(told.decode.values, 6)}`), shown);
+  for (const { blocks } of [told.prefill, { blocks: told.decode.blocks.slice(0, 3) }]) {
+    assert.ok(shown.includes(blocks.map((block, at) => `${at} → ${block}`).join("   ")), `${shown}, but ${blocks}`);
+  }
+  const painted = await page.evaluate(() => {
+    const canvas = document.querySelector(".walk canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+  });
+  assert.ok(painted > 10_000, `${painted} pixels have a colour`);
 }
 
 /** Half an hour of snapshots of 200 workers with 5,000 blocks each, as fast as they are drawn: how long one takes, and what memory grows by. */
@@ -131,6 +160,7 @@ try {
   const page = await browser.newPage();
   await work.end();
   await content(page, cluster);
+  await walk(page, cluster);
   await long(page);
 } catch (error) {
   wrong(String(error.stack ?? error));

@@ -4,29 +4,56 @@ import { strict as assert } from "node:assert";
 import { test } from "node:test";
 import { share } from "./page/charts.js";
 import { bytes, seconds } from "./page/dom.js";
-import { BLOCKS, frames, tokenBytes } from "./page/walk-model.js";
+import { BLOCKS, column, elementBytes, frames, recorded, scale, tokenBytes, usual } from "./page/walk-model.js";
 import { spans } from "./page/waterfall.js";
 
+/** What a router may tell: pools of thousands of blocks, numbers of all sizes. */
+const tour = (more) => ({
+  block_size: 16, shown: 10, head_dim: 4, first: { prompt: Array(48), answer: Array(18) }, second: { prompt: Array(48), answer: Array(2), cached: 32 },
+  prefill: { worker: "wp", blocks: [4090, 17, 3] }, decode: { worker: "wd", blocks: [9, 8001, 2, 40] }, after: { worker: "wd", blocks: [9, 8001, 77] }, ...more,
+});
+
 test("every step of the walk-through keeps the books of its pools", () => {
-  for (const block of [16, 32]) {
+  const stories = [usual(16), usual(32), recorded(tour()), recorded(tour({ prefill: null })), recorded(tour({ after: { worker: "wx", blocks: [0, 1, 2] } }))];
+  for (const story of stories) {
     let before = { work: 0, without: 0 };
-    for (const frame of frames(block)) {
-      for (const pool of [frame.prefill, frame.decode]) assert.equal(pool.length, BLOCKS);
-      for (const [name, table] of frame.tables) {
+    for (const frame of frames(story)) {
+      for (const pool of [frame.prefill, frame.decode]) {
+        assert.equal(pool.length, BLOCKS);
+        assert.equal(new Set(pool.map(({ id }) => id)).size, BLOCKS);
+      }
+      for (const [name, table] of frame.tables.filter(([name]) => story.same || !name.startsWith("second"))) {
         const pool = name.includes("prefill") ? frame.prefill : frame.decode;
-        assert.ok(table.every((at) => pool[at] !== "free"), `${frame.title}: a table names a free block`);
+        const state = (id) => pool.find((block) => block.id === id)?.state;
+        assert.ok(table.every((id) => !["free", undefined].includes(state(id))), `${frame.title}: a table names a free block, or one that is not shown`);
         assert.equal(new Set(table).size, table.length);
       }
-      if (frame.title.startsWith("Decode")) assert.equal(frame.tables[0][1].length, Math.ceil(frame.columns / block));
+      if (frame.title.startsWith("Decode")) assert.equal(frame.tables[0][1].length, Math.ceil(frame.columns / story.block));
       assert.ok(frame.work >= before.work && frame.without >= before.without && frame.work <= frame.without);
       before = frame;
     }
   }
 });
 
+test("what was recorded is told, and only that", () => {
+  const all = frames(recorded(tour()));
+  const of = (title) => all.find((frame) => frame.title.startsWith(title));
+  assert.deepEqual(of("Handed over").tables, [["first, at the prefill worker", [4090, 17, 3]], ["first, at the decode worker", [9, 8001, 2]]]);
+  assert.match(of("Decode, step 1").text, /block 40 is taken/);
+  assert.deepEqual(of("A second").decode.filter(({ state }) => state === "shared").map(({ id }) => id), [9, 8001]);
+  assert.equal(frames(recorded(tour({ prefill: null }))).some(({ title }) => title === "Handed over"), false, "nothing was handed over");
+});
+
+test("columns are those of a token, and colours are not those of one far value", () => {
+  assert.deepEqual(column([1, 2, 3, 4, 5, 6], 2, 1), [3, 4]);
+  assert.equal(scale([...Array(99).fill(-1), 1000]), 1);
+  assert.equal(scale([]), 1);
+});
+
 test("KV of a token is that of the engine", () => {
   const llama = { layers: 32, heads: 32, kv_heads: 8, head_dim: 128 };
   assert.equal(tokenBytes(llama, 2), 131_072);
+  assert.deepEqual(["f32", "f16", "q8", "int4"].map((type) => tokenBytes({ layers: 30, kv_heads: 3, head_dim: 64 }, elementBytes(type, 64))), [46_080, 23_040, 11_880, 7_200]);
   assert.equal(tokenBytes(llama, 2, 32), 4 * 131_072);
 });
 

@@ -8,7 +8,9 @@ use baton_cluster::Role;
 use baton_tests::binary;
 use baton_tests::cluster::client::{apart, prompt, sampled};
 use baton_tests::cluster::http::{first_event, get, post};
-use baton_tests::cluster::{Cluster, ClusterOptions};
+use baton_tests::cluster::pool::Pool;
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker};
+use half::f16;
 use serde_json::{Value, json};
 
 const SECRET: &str = "the swallow flies at dusk over the harbour wall again";
@@ -125,5 +127,89 @@ fn the_calculator_says_what_the_command_says_and_workers_allocate() -> anyhow::R
         let (status, body) = post(cluster.admin(), "/page/estimate", &asked.to_string())?;
         ensure!((400..500).contains(&status) && body.contains(wrong), "{asked}: {status} {body}");
     }
+    cluster.stop()
+}
+
+// `random:tiny` in blocks of 16 tokens, two bytes an element.
+const LAYERS: usize = 2;
+const HEADS: usize = 2;
+const DIM: usize = 16;
+const BLOCK: usize = 16;
+
+/// K and V of one head out of a worker's own memory, block by block: `[K, V]`, each with `DIM` elements for each token.
+fn in_pool(worker: &Worker, layer: usize, head: usize, blocks: &[usize]) -> anyhow::Result<[Vec<f32>; 2]> {
+    let all = worker.status.blocks.context("blocks")?.total as usize;
+    let pool = Pool::of(worker)?.bytes()?;
+    let (slice, bytes_of_block) = (BLOCK * DIM * 2, 2 * HEADS * BLOCK * DIM * 2);
+    ensure!(pool.len() == LAYERS * all * bytes_of_block);
+    let mut told = [Vec::new(), Vec::new()];
+    for block in blocks {
+        for (plane, numbers) in told.iter_mut().enumerate() {
+            let at = (layer * all + block) * bytes_of_block + (plane * HEADS + head) * slice;
+            numbers.extend(
+                pool[at..at + slice].chunks_exact(2).map(|pair| f16::from_le_bytes([pair[0], pair[1]]).to_f32()),
+            );
+        }
+    }
+    Ok(told)
+}
+
+/// What the walk-through shows is in the workers' pools, bit for bit, in the blocks that it names.
+#[test]
+fn the_walk_through_shows_what_is_in_the_pools() -> anyhow::Result<()> {
+    let cluster = Cluster::start(ClusterOptions::new("random:tiny"))?;
+    let tour = |wanted: Value| -> anyhow::Result<(u16, Value)> {
+        let (status, body) = post(cluster.admin(), "/page/tour", &wanted.to_string())?;
+        Ok((status, serde_json::from_str(&body).context(body)?))
+    };
+    let mut requests = Vec::new();
+    for (layer, head) in [(0, 0), (1, 1)] {
+        let (status, told) = tour(json!({"layer": layer, "head": head}))?;
+        ensure!(status == 200 && told["head_dim"] == DIM && told["block_size"] == BLOCK, "{status}: {told}");
+        requests.push(told["first"]["request"].clone());
+        for (at, role, tokens) in
+            [("prefill", Role::Prefill, 48), ("decode", Role::Decode, 64), ("after", Role::Decode, 48)]
+        {
+            let worker = cluster.wait_for_worker(role, |_| true)?;
+            let kept = &told[at];
+            ensure!(kept["worker"] == worker.member.id.to_string(), "{at}: {kept}");
+            let blocks: Vec<usize> = serde_json::from_value(kept["blocks"].clone())?;
+            ensure!(blocks.len() == tokens / BLOCK, "{at}: {blocks:?}");
+            let [keys, values] = in_pool(&worker, layer, head, &blocks)?;
+            let shown = |name: &str| serde_json::from_value::<Vec<f32>>(kept[name].clone());
+            ensure!(keys.len() == tokens * DIM && keys.iter().any(|key| *key != 0.0));
+            ensure!(shown("keys")? == keys && shown("values")? == values, "{at}, layer {layer}, head {head}");
+        }
+        let same = |of: &str, from: usize, to: usize| {
+            Ok::<_, anyhow::Error>(told[of]["blocks"].as_array().context("blocks")?[from..to].to_vec())
+        };
+        ensure!(same("decode", 0, 2)? == same("after", 0, 2)? && same("decode", 2, 3)? != same("after", 2, 3)?);
+        ensure!(told["first"]["cached"] == 0 && told["second"]["cached"] == 32, "{told}");
+        ensure!(
+            told["prefill"]["keys"].as_array().context("keys")?[..]
+                == told["decode"]["keys"].as_array().context("keys")?[..48 * DIM]
+        );
+    }
+    ensure!(requests[0] == requests[1], "both heads are of one recording");
+
+    // One request's view has the same blocks.
+    let request = json_of(&cluster, &format!("/page/requests/{}", requests[0].as_str().context("an id")?))?;
+    let (status, told) = tour(json!({}))?;
+    ensure!(status == 200 && told["layer"] == 0, "{status}");
+    let blocks = &request["choices"][0]["blocks"];
+    ensure!(blocks["prefill"]["blocks"] == told["prefill"]["blocks"], "{blocks}");
+    let decode = told["decode"]["blocks"].as_array().context("blocks")?;
+    ensure!(blocks["decode"]["blocks"].as_array().context("blocks")?[..] == decode[..3], "{blocks}, but {decode:?}");
+
+    for (asked, status, wrong) in [
+        (json!({"layer": 2}), 503, "layer is 2"),
+        (json!({"head": 2}), 503, "kv_head is 2; the layer has 2"),
+        (json!({"model": "none"}), 503, "none"),
+        (json!({"row": 1}), 400, "unknown field `row`"),
+    ] {
+        let (got, told) = tour(asked.clone())?;
+        ensure!(got == status && told["error"].to_string().contains(wrong), "{asked}: {got} {told}");
+    }
+    cluster.wait_idle()?;
     cluster.stop()
 }

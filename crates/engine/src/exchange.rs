@@ -5,7 +5,7 @@
 //! sequence that computes that prefix. If the fetch fails, the prompt is computed.
 
 use baton_kv_cache::{KvError, Need, Prefix, Readers};
-use baton_types::{RequestId, SamplingParams, SeqId};
+use baton_types::{BlockId, RequestId, SamplingParams, SeqId};
 
 use crate::config::AGED;
 use crate::sequence::{Phase, Sequence, Turn};
@@ -122,6 +122,12 @@ impl Engine {
     /// Leading tokens of a prefix that are in the prefix cache.
     pub fn here(&self, prefix: &Prefix, tokens: &[u32]) -> u32 {
         self.pools.lookup(prefix, tokens).without_copy().tokens()
+    }
+
+    /// The blocks that hold the leading tokens of a prefix, of a layer group: full ones, as far as they are in the prefix cache. Valid until the
+    /// engine changes; nobody writes to them.
+    pub fn blocks_of(&self, prefix: &Prefix, tokens: &[u32], group: usize) -> Vec<BlockId> {
+        self.pools.blocks_of(&self.pools.lookup(prefix, tokens), group)
     }
 
     /// Holds the blocks of a prefix for a transfer that reads them ([`Engine::tables`]), until [`Engine::release`], an abort or its deadline.

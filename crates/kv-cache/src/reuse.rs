@@ -69,6 +69,11 @@ impl KvPools {
         Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common) }
     }
 
+    /// The blocks of a group that hold a hit's leading full blocks of tokens, up to the first that its window has passed.
+    pub fn blocks_of(&self, hit: &Hit, group: usize) -> Vec<BlockId> {
+        hit.path.iter().map_while(|id| self.index.block(*id, group)).collect()
+    }
+
     /// How many leading blocks of a path a sequence can continue from: the most for which every group has the blocks that its
     /// queries see.
     fn usable(&self, path: &[NodeId]) -> usize {

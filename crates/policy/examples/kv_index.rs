@@ -134,6 +134,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let begun = Instant::now();
             let held = index.find(&names, 32, turn as usize);
             let ask = Ask {
+                handed_over: false,
                 split: true,
                 decode: None,
                 avoid,

@@ -13,6 +13,7 @@ use baton_transfer::{ReceiverEvent, TransferError};
 use metrics::{counter, histogram};
 use tokio::sync::watch;
 
+use crate::columns::{Columns, Look};
 use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
 use crate::tiers::TiersShell;
@@ -51,6 +52,8 @@ pub(crate) enum Message<C> {
     Tiers(baton_roles::tiers::Command),
     /// From the receiving end of handoffs.
     Received(ReceiverEvent),
+    /// Somebody wants to see KV.
+    Look(Look),
     /// Accept no new requests from now on.
     Drain,
 }
@@ -163,6 +166,8 @@ pub(crate) struct Shells<S: Shell> {
     pub exchange: Option<ExchangeShell<S::Command>>,
     /// For the worker's store, if it has one.
     pub tiers: Option<TiersShell>,
+    /// For people who look at KV. `None`: nobody can.
+    pub columns: Option<Columns>,
 }
 
 /// Starts the thread. `timeout` is the longest time that a step may take; by default what suits the model's device. Others hear of it through
@@ -179,13 +184,14 @@ pub(crate) fn start<S: Shell>(
     let Inbox { messages, snapshot, stall } = inbox;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
     let reporter = Reporter { snapshot, told };
-    let Shells { role: shell, exchange, tiers } = shells;
+    let Shells { role: shell, exchange, tiers, columns } = shells;
     let thread = Thread {
         core,
         runner,
         shell,
         exchange,
         tiers,
+        columns,
         inbox: messages,
         reporter,
         watchdog,
@@ -203,6 +209,7 @@ struct Thread<S: Shell> {
     shell: S,
     exchange: Option<ExchangeShell<S::Command>>,
     tiers: Option<TiersShell>,
+    columns: Option<Columns>,
     inbox: Receiver<Message<S::Command>>,
     reporter: Reporter,
     watchdog: Watchdog,
@@ -261,6 +268,12 @@ impl<S: Shell> Thread<S> {
                 Some(Input::Tiers(command))
             }
             Message::Received(event) => self.received(event),
+            Message::Look(look) => {
+                if let Some(columns) = &self.columns {
+                    columns.answer(look, self.core.engine());
+                }
+                None
+            }
             Message::Drain => Some(Input::Drain),
         }
     }
@@ -417,7 +430,7 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), IDLE_TICK, false);
         let (tell, effects) = channel();
         let (handle, inbox) = channels();
-        let shells = Shells { role: Telling(tell), exchange: None, tiers: None };
+        let shells = Shells { role: Telling(tell), exchange: None, tiers: None, columns: None };
         start(core, Box::new(runner), Clock::start(), None, unheard(), inbox, shells).unwrap();
         (handle, effects)
     }

@@ -13,11 +13,14 @@
 //! - `stream` → `spans`; `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
 //! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other, as `engine_thread` and `tiers` do
 //!
+//! - `service` → `columns` → `tiers`; `engine_thread` and `columns` know each other
+//!
 //! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
 
 mod backend;
 mod budget;
 mod choices;
+mod columns;
 mod config;
 mod convert;
 mod door;

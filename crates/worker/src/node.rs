@@ -18,6 +18,7 @@ use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
+use crate::columns::{self, Columns};
 use crate::door;
 use crate::ends::KvEnds;
 use crate::engine_thread::Shells;
@@ -177,7 +178,7 @@ impl Node {
         let of_store = store.clone();
         let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
         let load_seconds = tiers.as_ref().map(|tiers| tiers.load_seconds(node.config.kv_disk.is_some()));
-        let shells = Shells { role, exchange: Some(exchange), tiers };
+        let shells = Shells { role, exchange: Some(exchange), tiers, columns: Some(Columns::of(&node)) };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
@@ -186,6 +187,7 @@ impl Node {
         if let Some(store) = of_store {
             service.report_tiers(move || tiers::told(&store));
         }
+        service.show_columns(columns::asks(node.clone(), handle.commands()));
         let peers = Arc::clone(&ends);
         service.report_peers(move || peers.peers());
         let (links, layout) = (service.clone(), &node.geometry.layout);

@@ -11,6 +11,7 @@ use tonic::{Request, Response, Status};
 
 use baton_roles::Snapshot;
 
+use crate::columns::Asks;
 use crate::news::{WorkerEvents, WorkerNews};
 
 /// How often it is looked at how fast KV leaves, and most peers of which that is told.
@@ -33,6 +34,8 @@ pub struct WorkerService {
     peers: Arc<OnceLock<Peers>>,
     /// Unset without a KV store.
     tiers: Arc<OnceLock<Tiers>>,
+    /// Unset where nobody can look at KV.
+    columns: Arc<OnceLock<Asks>>,
     /// Bytes of a block of the pool.
     block_bytes: u64,
     /// What others open the KV pool by, for people.
@@ -48,8 +51,8 @@ impl WorkerService {
         (pool_by, block_bytes): (String, u64),
         news: Arc<WorkerNews>,
     ) -> WorkerService {
-        let (peers, tiers) = (Arc::default(), Arc::default());
-        WorkerService { id, role, snapshot, peers, tiers, block_bytes, pool_by, news }
+        let (peers, tiers, columns) = (Arc::default(), Arc::default(), Arc::default());
+        WorkerService { id, role, snapshot, peers, tiers, columns, block_bytes, pool_by, news }
     }
 
     /// Ends its streams.
@@ -91,6 +94,12 @@ impl WorkerService {
         let _ = self.tiers.set(Box::new(tiers));
     }
 
+    /// Answers `Columns` by this from now on.
+    pub(crate) fn show_columns(&self, asks: Asks) {
+        // A worker has one pool.
+        let _ = self.columns.set(asks);
+    }
+
     /// The pool and the tiers below it.
     fn kv_tiers(&self, blocks: &BlockCounts) -> Vec<v1::KvTier> {
         let held = u64::from(blocks.used) + u64::from(blocks.cached);
@@ -106,6 +115,11 @@ impl worker_server::Worker for WorkerService {
 
     async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
         Arc::clone(&self.news).follow().map(Response::new)
+    }
+
+    async fn columns(&self, request: Request<v1::ColumnsRequest>) -> Result<Response<v1::ColumnsResponse>, Status> {
+        let asks = self.columns.get().ok_or_else(|| Status::unimplemented("this worker shows no KV"))?;
+        asks(request.into_inner()).await.map(Response::new)
     }
 
     async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusResponse>, Status> {

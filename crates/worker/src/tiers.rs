@@ -2,7 +2,7 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
 mod copier;
-mod memory;
+pub(crate) mod memory;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,13 +1,15 @@
 //! The live page at `/` of the router's admin endpoint: its files, which are part of this program, and the data that it shows.
 //!
-//! Everything is behind the admin endpoint's guard, and nothing changes the cluster. Data: `feed` and `snapshot` (the cluster),
-//! `/page/requests/ID` (one request), `calculator`. The page's files are in `router/page`; they load nothing from elsewhere, and the
+//! Everything is behind the admin endpoint's guard, and nothing changes the cluster; a tour asks two short questions. Data: `feed` and `snapshot` (the cluster),
+//! `/page/requests/ID` (one request, `holders`), `/page/tour` (`tour`), `calculator`. The page's files are in `router/page`; they load nothing from elsewhere, and the
 //! browser is told to refuse it if they did.
 
 mod calculator;
 mod feed;
+mod holders;
 mod snapshot;
 mod stats;
+mod tour;
 
 use std::sync::{Arc, OnceLock};
 
@@ -24,12 +26,14 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use crate::config::RouterConfig;
+use crate::front::Front;
 use crate::models::Models;
 use calculator::Asked;
 use feed::Feed;
+use tour::{Tours, Wanted};
 
-/// The models, once the router has opened them: the admin endpoint starts before.
-pub(crate) type Opened = Arc<OnceLock<Arc<Models>>>;
+/// What serves requests, once the router has opened its models: the admin endpoint starts before.
+pub(crate) type Opened = Arc<OnceLock<Arc<Front>>>;
 
 /// What workers aim at unless told otherwise, in seconds: `slo_ttft`, `slo_itl`.
 const TARGETS: Targets = Targets { first_token: 1.0, token: 0.1 };
@@ -43,7 +47,7 @@ const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
 /// The page's files: name, type, content.
-const FILES: [(&str, &str, &str); 11] = [
+const FILES: [(&str, &str, &str); 12] = [
     ("style.css", CSS, include_str!("../../page/style.css")),
     ("icon.svg", SVG, include_str!("../../page/icon.svg")),
     ("app.js", SCRIPT, include_str!("../../page/app.js")),
@@ -54,27 +58,38 @@ const FILES: [(&str, &str, &str); 11] = [
     ("waterfall.js", SCRIPT, include_str!("../../page/waterfall.js")),
     ("calculator.js", SCRIPT, include_str!("../../page/calculator.js")),
     ("walk.js", SCRIPT, include_str!("../../page/walk.js")),
+    ("walk-columns.js", SCRIPT, include_str!("../../page/walk-columns.js")),
     ("walk-model.js", SCRIPT, include_str!("../../page/walk-model.js")),
 ];
 const INDEX: &str = include_str!("../../page/index.html");
 
 /// All routes of the page.
-pub(crate) fn routes(models: &Opened, config: &RouterConfig) -> Router {
+pub(crate) fn routes(opened: &Opened, config: &RouterConfig) -> Router {
     let seconds = |slo: Option<std::time::Duration>, usual| slo.map_or(usual, |slo| slo.as_secs_f64());
     let targets = Targets {
         first_token: seconds(config.reject_ttft, TARGETS.first_token),
         token: seconds(config.reject_itl, TARGETS.token),
     };
-    let (feed, since) = (Feed::new(), Instant::now());
-    let [of_feed, of_requests, of_model, of_estimate] = [models, models, models, models].map(Arc::clone);
+    let (feed, since, tours) = (Feed::new(), Instant::now(), Arc::<Tours>::default());
+    let [of_feed, of_requests, of_model, of_estimate, of_tour] = [opened; 5].map(Arc::clone);
     Router::new()
         .route("/", get(|| async { file(HTML, INDEX) }))
-        .route("/page/events", get(move || async move { events(&feed, of_feed.get(), targets, since) }))
-        .route("/page/requests/{id}", get(move |id| async move { request(of_requests.get(), id) }))
-        .route("/page/models", get(move || async move { of_model.get().map_or_else(starting, |m| Json(calculator::known(m)).into_response()) }))
-        .route("/page/estimate", post(move |asked| async move { estimated(of_estimate.get(), asked) }))
+        .route("/page/events", get(move || async move { events(&feed, models(&of_feed), targets, since) }))
+        .route("/page/requests/{id}", get(move |id| async move { request(models(&of_requests), id).await }))
+        .route(
+            "/page/models",
+            get(move || async move {
+                models(&of_model).map_or_else(starting, |m| Json(calculator::known(m)).into_response())
+            }),
+        )
+        .route("/page/estimate", post(move |asked| async move { estimated(models(&of_estimate), asked) }))
+        .route("/page/tour", post(move |wanted| async move { tour(of_tour.get(), &tours, wanted).await }))
         .route("/page/{file}", get(asset))
         .layer(middleware::from_fn(protected))
+}
+
+fn models(opened: &Opened) -> Option<&Arc<Models>> {
+    opened.get().map(|front| &front.models)
 }
 
 fn file(kind: &'static str, text: &'static str) -> Response {
@@ -104,14 +119,26 @@ fn events(feed: &Feed, models: Option<&Arc<Models>>, targets: Targets, since: In
     }
 }
 
-fn request(models: Option<&Arc<Models>>, Path(id): Path<String>) -> Response {
+async fn request(models: Option<&Arc<Models>>, Path(id): Path<String>) -> Response {
     let Some(models) = models else { return starting() };
-    let choices: Vec<_> = models.all().flat_map(|served| served.workers.traces().of(&id)).collect();
+    let choices = holders::choices(models, &id).await;
     if choices.is_empty() {
         return (StatusCode::NOT_FOUND, Json(json!({"error": "this router does not remember such a request"})))
             .into_response();
     }
     Json(json!({"request": id, "choices": choices, "placements": models.explain(&id, None)})).into_response()
+}
+
+async fn tour(front: Option<&Arc<Front>>, tours: &Tours, wanted: Result<Json<Wanted>, JsonRejection>) -> Response {
+    let Some(front) = front else { return starting() };
+    let (status, wrong) = match wanted {
+        Ok(Json(wanted)) => match tours.take(front, wanted).await {
+            Ok(tour) => return Json(tour).into_response(),
+            Err(wrong) => (StatusCode::SERVICE_UNAVAILABLE, wrong),
+        },
+        Err(wrong) => (StatusCode::BAD_REQUEST, wrong.body_text()),
+    };
+    (status, Json(json!({"error": wrong}))).into_response()
 }
 
 fn estimated(models: Option<&Arc<Models>>, asked: Result<Json<Asked>, JsonRejection>) -> Response {

@@ -172,8 +172,16 @@ mod tests {
         let place = SpanPlace::first();
         let (request, received) = (RequestId("r".to_owned()), Instant::now());
         let class = Class::default();
-        let subject =
-            Subject { request, choice: 0, class, received, prompt_tokens: 9, prompt: None, span: Some(place) };
+        let subject = Subject {
+            request,
+            choice: 0,
+            class,
+            received,
+            prompt_tokens: 9,
+            prompt: None,
+            kv: None,
+            span: Some(place),
+        };
         let (worker, span) = (WorkerId(1), Some(place.child()));
         let marks = vec![
             (20, Mark::Decode { worker, local: false, span }),
@@ -199,8 +207,16 @@ mod tests {
         let (decode, prefill) = (|| Some(place.child()), || Some(place.child()));
         let (request, received) = (RequestId("r".to_owned()), Instant::now());
         let class = Class::default();
-        let subject =
-            Subject { request, choice: 0, class, received, prompt_tokens: 9, prompt: None, span: Some(place) };
+        let subject = Subject {
+            request,
+            choice: 0,
+            class,
+            received,
+            prompt_tokens: 9,
+            prompt: None,
+            kv: None,
+            span: Some(place),
+        };
         let worker = WorkerId(1);
         let why = || "it went away".to_owned();
         let marks = vec![

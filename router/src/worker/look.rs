@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_cluster::Member;
 use baton_policy::Backlog;
 use baton_proto::v1::worker_client::WorkerClient;
-use baton_proto::v1::{StatusRequest, StatusResponse};
+use baton_proto::v1::{ColumnsRequest, ColumnsResponse, StatusRequest, StatusResponse};
 use baton_types::WorkerId;
 use futures::{StreamExt, stream};
 use tokio::time::{Instant, timeout};
@@ -16,6 +16,9 @@ use super::Workers;
 /// Workers that are asked at the same time, and how long one may take.
 const AT_ONCE: usize = 16;
 const PATIENCE: Duration = Duration::from_millis(400);
+/// The same for columns of KV, which wait for a step, and their largest answer in bytes.
+const LOOK: Duration = Duration::from_secs(10);
+const COLUMNS: usize = 8 << 20;
 
 /// A worker of the model, as this router knows it.
 pub(crate) struct Seen {
@@ -55,6 +58,20 @@ impl Workers {
         };
         let answers = stream::iter(channels).map(ask).buffer_unordered(AT_ONCE);
         answers.filter_map(async |answer| answer).collect().await
+    }
+
+    /// The blocks in which a worker holds a prefix, and K and V of one head, if asked for.
+    ///
+    /// # Errors
+    /// For people: the worker is gone, does not answer, or is of a version that does not know this.
+    pub async fn columns(&self, worker: WorkerId, asked: ColumnsRequest) -> Result<ColumnsResponse, String> {
+        let channel = self.table().channels.get(&worker).cloned().ok_or_else(|| format!("worker {worker} is gone"))?;
+        let mut client = WorkerClient::new(channel).max_decoding_message_size(COLUMNS);
+        match timeout(LOOK, client.columns(asked)).await {
+            Ok(Ok(told)) => Ok(told.into_inner()),
+            Ok(Err(status)) => Err(format!("worker {worker}: {}", status.message())),
+            Err(_) => Err(format!("worker {worker} did not answer within {} s", LOOK.as_secs())),
+        }
     }
 
     /// Whether the view is an old one, and its revision.

@@ -55,6 +55,8 @@ pub struct PlacementInput<'a> {
     pub model: &'a str,
     /// False: the decode worker prefills, even if prefill workers are alive.
     pub split: bool,
+    /// A prefill worker is to compute the prompt, where there is one, however short it is.
+    pub handed_over: bool,
     /// Keep this decode worker; only a prefill worker is wanted.
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.

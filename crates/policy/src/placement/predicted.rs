@@ -71,7 +71,8 @@ impl Placement for Predicted {
         let mut options = Vec::with_capacity(prefills.len().min(PREFILLS) * DECODES + decodes.len());
         let mut paired = 0;
         for (answer, decode) in &decodes {
-            let short = request.decode.is_none() && decode.missing(request) <= self.local;
+            let may_compute = request.decode.is_none() && !request.handed_over;
+            let short = may_compute && decode.missing(request) <= self.local;
             let mut pairs = prefills.iter().filter(|prefill| eligible.pair(prefill.worker, decode.worker)).peekable();
             let alone = pairs.peek().is_none();
             if alone || short {

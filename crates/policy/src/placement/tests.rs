@@ -34,6 +34,7 @@ pub(super) const ASK: PlacementInput<'static> = PlacementInput {
     late: f64::INFINITY,
     delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
     split: true,
+    handed_over: false,
     decode: None,
     avoid: &[],
     sent: None,
@@ -274,6 +275,9 @@ fn a_short_prompt_is_computed_where_it_is_answered_if_that_is_soonest() {
     assert!(place(&mut policy, &view, &PlacementInput { tokens: 257, ..short }).is_some(), "too long for that");
     let pinned = PlacementInput { decode: Some(WorkerId(11)), ..short };
     assert!(place(&mut policy, &view, &pinned).is_some(), "it waits for KV");
+    let asked = PlacementInput { handed_over: true, ..short };
+    assert!(place(&mut policy, &view, &asked).is_some(), "it was asked for");
+    assert_eq!(place(&mut policy, &view[2..], &asked), None, "where there is a prefill worker");
     view[2..].iter_mut().for_each(|decode| decode.load = rows(64));
     assert!(place(&mut policy, &view, &short).is_some(), "many answers would wait for it");
     assert!(place(&mut Predicted::new(0), &loaded(), &short).is_some());

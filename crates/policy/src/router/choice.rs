@@ -56,6 +56,8 @@ pub struct NewRequest {
     pub slo: Slo,
     /// Whether somebody waits for it.
     pub class: Class,
+    /// A prefill worker is to compute the prompt, where there is one, however short it is.
+    pub handed_over: bool,
 }
 
 /// How long to wait for a worker whose stream is open and that sends nothing. Then the request goes on elsewhere. Its process may be alive
@@ -465,9 +467,19 @@ impl Choice {
                 let emitted = self.machine.emitted().len() as u32;
                 let tokens = self.request.prompt.len() as u32 + emitted;
                 let most = self.request.limits.max_tokens.saturating_sub(emitted);
-                let class = self.request.class;
+                let NewRequest { class, handed_over, .. } = self.request;
                 let slo = if self.placed.is_none() { self.request.slo } else { Slo::default() };
-                self.todo.push_back(Effect::Place(Ask { split, decode, avoid, names, tokens, most, slo, class }));
+                self.todo.push_back(Effect::Place(Ask {
+                    split,
+                    handed_over,
+                    decode,
+                    avoid,
+                    names,
+                    tokens,
+                    most,
+                    slo,
+                    class,
+                }));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();

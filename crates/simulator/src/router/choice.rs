@@ -73,6 +73,7 @@ impl World {
             patience,
             slo: Default::default(),
             class: Class::of(client.priority),
+            handed_over: false,
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);

@@ -185,6 +185,7 @@ impl<'a> Cluster<'a> {
         };
         let ask = Ask {
             split: true,
+            handed_over: false,
             decode: None,
             avoid: Vec::new(),
             names: Arc::clone(&names),

@@ -14,7 +14,7 @@ const JOB: Duration = Duration::from_micros(100);
 const RUNS: usize = 1024;
 
 /// The pool's memory, as one thread reaches it.
-pub(super) enum Memory {
+pub(crate) enum Memory {
     Host(Arc<Segment>),
     Device(Device),
 }
@@ -40,7 +40,7 @@ impl Memory {
 }
 
 /// A device's memory with a queue to it.
-pub(super) struct Device {
+pub(crate) struct Device {
     pub memory: Arc<dyn DeviceMemory>,
     /// `None` after a failure, until a new one can be opened.
     pub queue: Option<Box<dyn DeviceQueue>>,
@@ -57,7 +57,7 @@ impl Device {
 
 /// What was written to a device, and what its digest must be there.
 #[derive(Debug)]
-pub(super) struct Written {
+pub(crate) struct Written {
     pub name: BlockName,
     pub tier: Tier,
     pub bytes: usize,
@@ -67,7 +67,7 @@ pub(super) struct Written {
 }
 
 /// The first block that is not in the device's memory as it was to be written there.
-pub(super) fn verify(queue: &mut dyn DeviceQueue, written: &mut [Written]) -> Result<Option<BlockName>, DeviceError> {
+pub(crate) fn verify(queue: &mut dyn DeviceQueue, written: &mut [Written]) -> Result<Option<BlockName>, DeviceError> {
     written.sort_by_key(|written| written.bytes);
     for alike in written.chunk_by(|one, other| one.bytes == other.bytes) {
         for some in alike.chunks(RUNS) {
@@ -83,7 +83,7 @@ pub(super) fn verify(queue: &mut dyn DeviceQueue, written: &mut [Written]) -> Re
 }
 
 /// Waits for the oldest read.
-pub(super) fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
+pub(crate) fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
     loop {
         match queue.poll()? {
             Some(JobDone::Read(staged)) => return Ok(staged),
@@ -94,7 +94,7 @@ pub(super) fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
 }
 
 /// Gives the store a block whose parts follow each other.
-pub(super) fn fill(filling: Filling, staged: &Staged) {
+pub(crate) fn fill(filling: Filling, staged: &Staged) {
     let rest = Cell::new(staged.bytes());
     filling.copy_from(|part| {
         let (own, others) = rest.get().split_at(part.range.len());

@@ -356,6 +356,10 @@ impl v1::worker_server::Worker for Service {
         Err(Status::unimplemented("a made-up worker"))
     }
 
+    async fn columns(&self, _: Request<v1::ColumnsRequest>) -> Result<Response<v1::ColumnsResponse>, Status> {
+        Err(Status::unimplemented("a worker of an earlier version"))
+    }
+
     async fn follow(&self, _: Request<v1::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
         self.0.followed.send_modify(|times| *times += 1);
         let script = self.0.news.lock().unwrap().pop_front();

@@ -20,6 +20,8 @@ use crate::router::outliers::Subject;
 pub struct Ask {
     /// False: the decode worker prefills, even if prefill workers are alive.
     pub split: bool,
+    /// A prefill worker is to compute the prompt, where there is one, however short it is.
+    pub handed_over: bool,
     /// Keep this decode worker; only a prefill worker is wanted.
     pub decode: Option<WorkerId>,
     /// Workers that failed this request.
@@ -75,12 +77,13 @@ impl Fleet {
         let held = Held { blocks: ask.names.len(), by: pool, stored: store };
         let answer = (self.answer as u32).min(ask.most);
         let late = self.late.map_or(f64::INFINITY, |from| from.as_secs_f64());
-        let Ask { ref avoid, split, decode, tokens, mut slo, class, .. } = *ask;
+        let Ask { ref avoid, split, handed_over, decode, tokens, mut slo, class, .. } = *ask;
         // As long as nobody knows how long a prompt takes, nobody misses a deadline for it.
         slo.deadline = slo.deadline.filter(|_| roster.knows_prompts());
         let input = PlacementInput {
             model,
             split,
+            handed_over,
             decode,
             avoid,
             apart,

@@ -48,6 +48,7 @@ fn fleet(members: Vec<Member>) -> Fleet {
 fn ask() -> Ask {
     Ask {
         split: true,
+        handed_over: false,
         decode: None,
         avoid: Vec::new(),
         names: Vec::new().into(),

@@ -116,6 +116,7 @@ impl Scene {
             patience,
             slo: Default::default(),
             class,
+            handed_over: false,
         };
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);
