@@ -1,0 +1,116 @@
+//! All metrics: their names, and what they say.
+
+use super::table::metrics;
+
+metrics! {
+    "Requests" {
+        TIME_TO_FIRST_TOKEN: histogram "baton_time_to_first_token_seconds" by "`class` (interactive, batch)" of "router",
+            "request received until its first token left";
+        INTER_TOKEN_LATENCY: histogram "baton_inter_token_latency_seconds" by "`class`" of "router",
+            "between two tokens of one answer";
+        REQUEST_SECONDS: histogram "baton_request_seconds" by "" of "router",
+            "request received until its answer ended";
+        REQUESTS: counter "baton_requests_total" by "`outcome`" of "router",
+            "requests that ended";
+        REQUESTS_IN_FLIGHT: gauge "baton_requests_in_flight" by "" of "router",
+            "requests received that have not ended";
+        RECOVERIES: counter "baton_recoveries_total" by "`leg`, `cause`" of "router",
+            "requests resumed after a failure";
+        EJECTIONS: counter "baton_ejections_total" by "`of` (worker, pair)" of "router",
+            "workers, and pairs of a prefill and a decode worker, that failed more requests than others, or took much longer, and got none for a while";
+        PLACEMENTS: counter "baton_placements_total" by "`route` (split, local) and `kv` (held, stored, none)" of "router",
+            "placements that were predicted, by whether a chosen worker holds some of the prompt in its pool (held), or is to load some from its own store (stored)";
+        FETCHES: counter "baton_kv_fetches_total" by "`outcome` (fetched; refused, before anything was sent; failed)" of "router",
+            "prefixes that workers were asked to take from others";
+        PREDICTION_ERROR: gauge "baton_prediction_error_ratio" by "`of` (ttft, itl)" of "router",
+            "median error lately of the predicted time to the first token, and from token to token, as a share of what was measured";
+        KV_INDEX_BLOCKS: gauge "baton_kv_index_blocks" by "`of` (pools, stores)" of "router",
+            "different blocks that workers say they have in their prefix caches, or in their own stores";
+        WAITING: gauge "baton_waiting_choices" by "" of "router",
+            "choices that wait in the router for their turn: of [tenants](tenants.md), and [batch work](classes.md)";
+        REJECTED: counter "baton_rejected_total" by "`reason` and `class` (interactive, batch, unknown)" of "router",
+            "requests refused before any work; `unknown`: before their class was read. `slo_missed`: an SLO or the deadline would have been missed";
+        TOKENIZED_BYTES: counter "baton_tokenized_bytes_total" by "`cached` (yes, no)" of "router",
+            "text of prompts whose tokens were known from texts seen before, or were computed";
+        MEMBERS: gauge "baton_cluster_members" by "`role`" of "router",
+            "members of the cluster in the present view";
+        VIEW_STALE: gauge "baton_cluster_view_stale" by "" of "router",
+            "1 while the registry is away and the last known view is used";
+    }
+    "Engine" {
+        QUEUE_DEPTH: gauge "baton_queue_depth" by "" of "workers",
+            "requests waiting for their first step";
+        LOAD: gauge "baton_load" by "" of "workers",
+            "how loaded the worker is, for autoscalers: 1 is at its limit, 0 while it drains ([Kubernetes](kubernetes.md#autoscaling))";
+        QUEUED_TOKENS: gauge "baton_queued_tokens" by "" of "workers",
+            "prompt tokens that are to be computed here";
+        QUEUE_SECONDS: gauge "baton_queue_seconds" by "" of "workers",
+            "how long these will take, predicted from the rate of the latest prompts";
+        RUNNING: gauge "baton_running_sequences" by "" of "workers",
+            "sequences in the running batch";
+        KV_BLOCKS: gauge "baton_kv_blocks" by "`state`" of "workers",
+            "blocks of the pool: free, used, cached, lent, quarantined";
+        PREFIX_HIT_TOKENS: counter "baton_prefix_hit_tokens_total" by "" of "workers",
+            "prompt tokens whose KV was reused instead of computed";
+        CACHE_EVICTIONS: counter "baton_prefix_evictions_total" by "" of "workers",
+            "cached blocks that were evicted";
+        KEPT_BLOCKS: gauge "baton_prefix_kept_blocks" by "" of "workers",
+            "cached blocks that requests have asked to keep";
+        PACK_TOKENS: gauge "baton_pack_tokens" by "" of "workers",
+            "prompt tokens that fill a step";
+        PREEMPTIONS: counter "baton_preemptions_total" by "" of "workers",
+            "running sequences whose blocks were taken for one that goes first";
+        SWAPS: counter "baton_swaps_total" by "" of "workers",
+            "preemptions whose KV was swapped to host memory";
+        SWAPPED_BLOCKS: counter "baton_swapped_blocks_total" by "`direction`" of "workers",
+            "blocks copied out to host memory and in again";
+        SWAP_BLOCKS: gauge "baton_swap_blocks" by "`state`" of "workers",
+            "blocks of host memory for preempted sequences: free, used";
+        PREFILL_TOKENS: counter "baton_prefill_tokens_total" by "" of "workers",
+            "prompt tokens computed";
+        DECODE_TOKENS: counter "baton_decode_tokens_total" by "" of "workers",
+            "tokens delivered from decode rows";
+        DECODED_WASTED: counter "baton_decode_tokens_wasted_total" by "" of "workers",
+            "tokens of decode rows computed after their answer had ended: on a GPU a step is launched before the results of the step before it are known";
+        STEP_SECONDS: histogram "baton_step_seconds" by "" of "workers",
+            "one engine step";
+        STEP_ERROR: gauge "baton_step_error_ratio" by "`of` (decode, prefill)" of "workers",
+            "median error lately of the predicted time of a step, as a share of it: steps of decode rows alone, and what prompts add to others";
+    }
+    "Transfers" {
+        TRANSFER_BYTES: counter "baton_transfer_bytes_total" by "`transport`" of "workers",
+            "KV bytes sent in handoffs that were verified";
+        TRANSFER_SLICES: counter "baton_transfer_slices_total" by "`transport`" of "prefill",
+            "pieces that these bytes were written in";
+        TRANSFER_SECONDS: histogram "baton_transfer_seconds" by "`transport`" of "prefill",
+            "first write of a handoff until its verification";
+        TRANSFER_RECEIVED_BYTES: counter "baton_transfer_received_bytes_total" by "`transport`" of "workers",
+            "KV bytes that arrived and were verified";
+        TRANSFER_FAILURES: counter "baton_transfer_failures_total" by "`transport`, `cause`" of "workers",
+            "handoffs that failed; the router recovers them";
+        TRANSFER_PATH_FAILURES: counter "baton_transfer_path_failures_total" by "`transport`, `cause`" of "prefill",
+            "paths to a worker that could not be set up or broke; later handoffs use the next path";
+        TRANSFER_SESSIONS: gauge "baton_transfer_sessions" by "" of "decode",
+            "prefill workers connected, when a handoff last ended";
+        VERIFY_FAILURES: counter "baton_verify_failures_total" by "" of "workers",
+            "times that received bytes differed from those sent: at the decode end handoffs with such a block, at either end frames that changed in transit, each counted once";
+    }
+    "KV store" {
+        LOADED_TOKENS: counter "baton_kv_loaded_tokens_total" by "" of "workers",
+            "tokens of prefixes loaded from the worker's [KV store](kv-store.md), which need not be computed";
+        TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk)" of "workers",
+            "blocks in the worker's KV store";
+        TIER_HIT_TOKENS: counter "baton_kv_tier_hit_tokens_total" by "`tier`" of "workers",
+            "tokens of blocks that the store handed out";
+        TIER_READ_BYTES: counter "baton_kv_tier_read_bytes_total" by "`tier`" of "workers",
+            "KV that the store handed out";
+        TIER_VERIFY_FAILURES: counter "baton_kv_tier_verify_failures_total" by "`tier`" of "workers",
+            "stored blocks that were not as they were stored; they are computed";
+        TIER_WRITTEN_BYTES: counter "baton_kv_tier_written_bytes_total" by "" of "workers",
+            "bytes written to the store's disk";
+        TIER_DISK_ERRORS: counter "baton_kv_tier_disk_errors_total" by "" of "workers",
+            "reads and writes of the store's disk that failed";
+        FETCHED_TOKENS: counter "baton_kv_fetched_tokens_total" by "" of "workers",
+            "tokens of prefixes fetched from other workers, which need not be computed";
+    }
+}
