@@ -13,7 +13,7 @@ use ::metrics::{describe_counter, describe_gauge, describe_histogram};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 pub use list::*;
-use table::Kind;
+pub use table::{Kind, Metric};
 
 use crate::error::RuntimeError;
 
@@ -82,7 +82,6 @@ fn describe() {
 
 #[cfg(test)]
 mod tests {
-    use super::table::Metric;
     use super::*;
 
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");

@@ -20,6 +20,7 @@ pub struct Metric {
     pub section: &'static str,
     /// Its name, with its base unit.
     pub name: &'static str,
+    /// What kind of number it is.
     pub kind: Kind,
     /// Its labels with their values, as Markdown; empty: none.
     pub by: &'static str,
@@ -38,7 +39,7 @@ macro_rules! metrics {
         )*)*
 
         /// All of them.
-        pub(super) const ALL: &[super::table::Metric] = &[$($(super::table::Metric {
+        pub const ALL: &[super::table::Metric] = &[$($(super::table::Metric {
             section: $section,
             name: $name,
             kind: super::table::kind::$kind,
@@ -86,12 +87,14 @@ impl Metric {
         let mut letters = plain.chars();
         letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
     }
+}
 
-    fn row(&self) -> String {
-        let kind = format!("{:?}", self.kind).to_lowercase();
-        let by = if self.by.is_empty() { String::new() } else { format!(" by {}", self.by) };
-        format!("| `{}` | {kind}{by} | {} | {} |\n", self.name, self.of, self.help)
-    }
+#[cfg(test)]
+fn row(metric: &Metric) -> String {
+    let Metric { name, kind, by, of, help, .. } = metric;
+    let kind = format!("{kind:?}").to_lowercase();
+    let by = if by.is_empty() { String::new() } else { format!(" by {by}") };
+    format!("| `{name}` | {kind}{by} | {of} | {help} |\n")
 }
 
 /// docs/metrics.md with the tables of the code in place of its own. A section's table comes where its first row was.
@@ -105,7 +108,7 @@ pub fn page(docs: &str) -> String {
         if line.starts_with("| --- ") {
             page += line;
             page.push('\n');
-            page.extend(super::list::ALL.iter().filter(|metric| metric.section == section).map(Metric::row));
+            page.extend(super::list::ALL.iter().filter(|metric| metric.section == section).map(row));
         } else if !line.starts_with("| `") {
             page += line;
             page.push('\n');
