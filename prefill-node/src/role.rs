@@ -135,6 +135,7 @@ impl Shell for PrefillShell {
                 counter!(names::TRANSFER_BYTES, "transport" => transport).increment(stats.bytes);
                 counter!(names::TRANSFER_SLICES, "transport" => transport).increment(stats.slices);
                 histogram!(names::TRANSFER_SECONDS, "transport" => transport).record(stats.seconds);
+                histogram!(names::VERIFY_SECONDS, "transport" => transport).record(stats.verify_seconds);
             }
             Effect::HandoffFailed { transport, error } => count_failure(transport, &error),
             Effect::WriteRefused { seq, error } => {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use baton_policy::{
     BlockName, Choice, ChoiceInput, DecodeWord, Effect, Fetch, NewRequest, Patience, PrefillWord, RequestLimits,
-    Sequence, Slo, Taken,
+    Sequence, Slo, Taken, Targets,
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
@@ -51,6 +51,8 @@ pub(crate) struct Job {
     pub patience: Patience,
     /// When its tokens have to come. None: it is served if the first choice of its request is.
     pub slo: Option<Slo>,
+    /// What its times are measured by, for metrics.
+    pub targets: Option<Targets>,
     /// The beginning of the prompt, if people may see it.
     pub shown: Option<String>,
 }
@@ -95,6 +97,7 @@ impl Driver {
             received: sink.record().received(),
             prompt_tokens: job.prompt.len() as u32,
             prompt: job.shown.take(),
+            targets: job.targets,
             kv: Kv::of(&job.prompt, &job.standing.cache_salt),
             span: sink.record().span().map(|span| span.child()),
         });

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use baton_policy::{Asks, BlockName, Patience, Prefixes, Slo};
+use baton_policy::{Asks, BlockName, Patience, Prefixes, Slo, Targets};
 use baton_runtime::{Bytes, Shutdown};
 use baton_types::{Class, ErrorKind};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -207,7 +207,7 @@ impl Front {
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         // Of a request, the first choice decides: the others share what is computed for it.
-        let (mut choice, mut slo) = (0, Some(slo));
+        let (mut choice, targets, mut slo) = (0, Targets::of(&slo, class), Some(slo));
         // Batch work may wait as long as others have work, until its deadline.
         let patience = match class {
             Class::Interactive => self.limits.patience,
@@ -251,6 +251,7 @@ impl Front {
                     worker_wait,
                     patience,
                     slo,
+                    targets,
                     shown: workers.traces().shows_prompts().then(|| model.beginning(&plan.prompt)),
                 };
                 let tokens = std::mem::replace(&mut tokens, 1);

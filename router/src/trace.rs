@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use baton_policy::{ChoiceInput, DecodeWord, Leg, LegEnd, PrefillWord};
+use baton_policy::{ChoiceInput, DecodeWord, Leg, LegEnd, PrefillWord, Targets};
 use baton_proto::v1;
 use baton_runtime::traces::SpanPlace;
 use baton_types::{Class, Fault, FinishReason, RequestId, WorkerId};
@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use crate::error::RequestError;
 
 mod holders;
+mod phases;
 mod spans;
 
 pub(crate) use holders::{Kv, Shares};
@@ -49,6 +50,8 @@ pub(crate) struct Subject {
     pub prompt: Option<String>,
     /// By what its KV is found.
     pub kv: Option<Kv>,
+    /// When its tokens are to come, in seconds: for metrics. None: nobody minds.
+    pub targets: Option<Targets>,
     /// Its place in a trace that a collector gets, if that is kept.
     pub span: Option<SpanPlace>,
 }
@@ -272,6 +275,7 @@ impl Trace {
         state.cached = cached_tokens;
         state.end = Some((at, End::Finished(reason)));
         drop(state);
+        self.count();
         self.tell();
     }
 
@@ -280,6 +284,7 @@ impl Trace {
         let at = self.since(Instant::now());
         let by_client = matches!(error.kind.fault(), Fault::Client);
         self.state().end = Some((at, End::Failed { why: beginning(&error.to_string()), by_client }));
+        self.count();
         self.tell();
     }
 
@@ -467,6 +472,7 @@ mod tests {
             prompt_tokens: 9,
             prompt: None,
             kv: None,
+            targets: None,
             span: None,
         }
     }

@@ -4,7 +4,12 @@
 //! what was measured lately, whichever is more. Memory has the share of blocks in use, and more than 1 where sequences wait for blocks. The
 //! highest pressure is the bottleneck.
 
+use std::time::Duration;
+
 use baton_latency::Backlog;
+use baton_types::Class;
+
+use crate::Slo;
 
 /// Below this pressure nothing is worth a word.
 const IDLE: f64 = 0.02;
@@ -27,6 +32,27 @@ pub struct Targets {
     pub first_token: f64,
     /// Time between two tokens.
     pub token: f64,
+}
+
+impl Targets {
+    /// What is aimed at unless told otherwise.
+    pub const USUAL: Targets = Targets { first_token: 1.0, token: 0.1 };
+
+    /// What a request is measured by: what it was promised, and for what it was not, the usual. Batch work only by what it asked for; None: by nothing.
+    pub fn of(slo: &Slo, class: Class) -> Option<Targets> {
+        let Slo { first_token, token, .. } = slo;
+        let asked = first_token.is_some() || token.is_some();
+        let seconds = |limit: &Option<Duration>, usual: f64| match limit {
+            Some(limit) => limit.as_secs_f64(),
+            None if class.is_batch() => f64::INFINITY,
+            None => usual,
+        };
+        let targets = Targets {
+            first_token: seconds(first_token, Targets::USUAL.first_token),
+            token: seconds(token, Targets::USUAL.token),
+        };
+        (asked || !class.is_batch()).then_some(targets)
+    }
 }
 
 /// What was measured lately, in seconds and in any order.
@@ -238,6 +264,22 @@ mod tests {
     fn said(workers: &[WorkerLoad], tails: &[f64]) -> (Bound, bool, String) {
         let Bottleneck { by, over, sentence, .. } = bottleneck(workers, Lately { tails, ..Lately::default() }, TARGETS);
         (by, over, sentence)
+    }
+
+    #[test]
+    fn a_request_is_measured_by_what_it_was_promised() {
+        let of = |first: Option<u64>, token: Option<u64>, class| {
+            let slo = Slo {
+                first_token: first.map(Duration::from_millis),
+                token: token.map(Duration::from_millis),
+                deadline: None,
+            };
+            Targets::of(&slo, class).map(|targets| (targets.first_token, targets.token))
+        };
+        assert_eq!(of(None, None, Class::Interactive), Some((1.0, 0.1)));
+        assert_eq!(of(Some(300), None, Class::Interactive), Some((0.3, 0.1)));
+        assert_eq!(of(None, None, Class::Batch), None);
+        assert_eq!(of(None, Some(50), Class::Batch), Some((f64::INFINITY, 0.05)));
     }
 
     #[test]

@@ -21,7 +21,8 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use baton_policy::Targets;
+use baton_policy::{Slo, Targets};
+use baton_types::Class;
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -35,8 +36,6 @@ use tour::{Tours, Wanted};
 /// What serves requests, once the router has opened its models: the admin endpoint starts before.
 pub(crate) type Opened = Arc<OnceLock<Arc<Front>>>;
 
-/// What workers aim at unless told otherwise, in seconds: `slo_ttft`, `slo_itl`.
-const TARGETS: Targets = Targets { first_token: 1.0, token: 0.1 };
 /// What the page may load: its own files and data, nothing else. Nobody may show it in a frame.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
@@ -65,11 +64,8 @@ const INDEX: &str = include_str!("../../page/index.html");
 
 /// All routes of the page.
 pub(crate) fn routes(opened: &Opened, config: &RouterConfig) -> Router {
-    let seconds = |slo: Option<std::time::Duration>, usual| slo.map_or(usual, |slo| slo.as_secs_f64());
-    let targets = Targets {
-        first_token: seconds(config.reject_ttft, TARGETS.first_token),
-        token: seconds(config.reject_itl, TARGETS.token),
-    };
+    let slo = Slo { first_token: config.reject_ttft, token: config.reject_itl, deadline: None };
+    let targets = Targets::of(&slo, Class::Interactive).unwrap_or(Targets::USUAL);
     let (feed, since, tours) = (Feed::new(), Instant::now(), Arc::<Tours>::default());
     let [of_feed, of_requests, of_model, of_estimate, of_tour] = [opened; 5].map(Arc::clone);
     Router::new()

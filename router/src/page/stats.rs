@@ -60,12 +60,9 @@ impl Stats {
             stats.tails.extend(times.tail.filter(|_| first.is_some_and(|at| at >= begin)));
             match times.ended {
                 Some((at, How::Failed)) if at >= begin => stats.failed += 1,
-                Some((at, how)) if at >= begin => {
+                Some((at, _)) if at >= begin => {
                     stats.ended += 1;
-                    // Who left before the first token may have waited too long for it.
-                    let good = first.map_or(how == How::Answered, |first| first <= targets.first_token)
-                        && times.mean.is_none_or(|mean| mean <= targets.token);
-                    stats.good += u64::from(good);
+                    stats.good += u64::from(times.good(targets) == Some(true));
                 }
                 _ => {}
             }

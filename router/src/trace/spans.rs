@@ -180,6 +180,7 @@ mod tests {
             prompt_tokens: 9,
             prompt: None,
             kv: None,
+            targets: None,
             span: Some(place),
         };
         let (worker, span) = (WorkerId(1), Some(place.child()));
@@ -215,6 +216,7 @@ mod tests {
             prompt_tokens: 9,
             prompt: None,
             kv: None,
+            targets: None,
             span: Some(place),
         };
         let worker = WorkerId(1);

@@ -33,6 +33,8 @@ pub(crate) struct Active {
     asked: Instant,
     /// When the first write left; before that, the same as `asked`.
     began: Instant,
+    /// When it was completed at this end; before that, the same as `asked`.
+    completed: Instant,
 }
 
 impl Active {
@@ -51,7 +53,13 @@ impl Active {
             begun: false,
             asked: now,
             began: now,
+            completed: now,
         }
+    }
+
+    /// All of it is written; `done` is told the outcome.
+    pub(crate) fn complete(&mut self, done: Done, now: Instant) {
+        (self.done, self.completed) = (Some(done), now);
     }
 
     /// Takes a step and returns what to do.
@@ -77,8 +85,16 @@ impl Active {
     }
 
     pub(crate) fn stats(&self, transport: TransportKind, now: Instant) -> TransferStats {
-        let seconds = now.saturating_duration_since(self.began).as_secs_f64();
-        TransferStats { bytes: self.bytes, seconds, transport, writes: self.writes, slices: self.slices }
+        let since = |then: Instant| now.saturating_duration_since(then).as_secs_f64();
+        let (seconds, verify_seconds) = (since(self.began), since(self.completed));
+        TransferStats {
+            bytes: self.bytes,
+            seconds,
+            verify_seconds,
+            transport,
+            writes: self.writes,
+            slices: self.slices,
+        }
     }
 
     /// When it is given up, whichever comes first:

@@ -10,6 +10,8 @@ pub struct TransferStats {
     pub bytes: u64,
     /// Seconds from the first write to the decode side's answer.
     pub seconds: f64,
+    /// Of these, seconds from when all was written and completion was asked for: what the decode side still had to take in and verify.
+    pub verify_seconds: f64,
     /// The transport that carried it.
     pub transport: TransportKind,
     /// Block layers written.

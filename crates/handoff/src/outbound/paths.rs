@@ -405,7 +405,7 @@ mod tests {
         assert_eq!((paths.report(t)[0].handoffs, paths.report(t)[0].failures), (0, 0));
         paths.ended(
             Shm,
-            &Ok(TransferStats { bytes: 1000, seconds: 1.0, transport: Shm, writes: 1, slices: 1 }),
+            &Ok(TransferStats { bytes: 1000, seconds: 1.0, verify_seconds: 0.1, transport: Shm, writes: 1, slices: 1 }),
             &mut meter,
             t + S,
         );

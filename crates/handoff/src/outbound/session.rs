@@ -92,7 +92,7 @@ impl Outbound {
         // Ops that their owners queue before they learn of the end.
         while let Some(op) = line.next_if(|op| self.active.contains_key(&op.epoch())) {
             if let Op::Complete { epoch, tail, done } = op {
-                self.complete(epoch, tail, done, line);
+                self.complete(epoch, tail, done, (now, line));
             }
         }
         line.first_deadline()
@@ -272,7 +272,7 @@ impl Outbound {
                     self.writing = Some(Writing { epoch, group, layer, pairs, after, next: 0 });
                 }
             }
-            Op::Complete { epoch, tail, done } => self.complete(epoch, tail, done, line),
+            Op::Complete { epoch, tail, done } => self.complete(epoch, tail, done, (now, line)),
         }
         true
     }
@@ -284,7 +284,7 @@ impl Outbound {
         }
     }
 
-    fn complete(&mut self, epoch: Epoch, tail: Vec<u8>, done: Done, line: &mut Line) {
+    fn complete(&mut self, epoch: Epoch, tail: Vec<u8>, done: Done, (now, line): (Instant, &mut Line)) {
         let Some(active) = self.active.get_mut(&epoch) else {
             return self.effects.push(Effect::Report(done, Err(TransferError::Closed)));
         };
@@ -292,7 +292,7 @@ impl Outbound {
             self.bury(epoch, line);
             return self.effects.push(Effect::Report(done, Err(error)));
         }
-        active.done = Some(done);
+        active.complete(done, now);
         let (writes, digests) = (active.writes, active.sums.clone());
         // The sender fills in `after`.
         self.say(Frame::Complete { epoch, after: Vec::new(), writes, digests, tail });

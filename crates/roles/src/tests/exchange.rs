@@ -72,7 +72,7 @@ fn served(rig: &mut Rig<Decode>) -> SeqId {
 }
 
 fn stats() -> TransferStats {
-    TransferStats { bytes: 9, seconds: 0.1, transport: TransportKind::Shm, writes: 4, slices: 2 }
+    TransferStats { bytes: 9, seconds: 0.1, verify_seconds: 0.01, transport: TransportKind::Shm, writes: 4, slices: 2 }
 }
 
 fn lost() -> TransferError {

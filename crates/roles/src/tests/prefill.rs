@@ -52,7 +52,14 @@ fn ended(outcome: Result<TransferStats, TransferError>) -> In {
 }
 
 fn moved() -> In {
-    let stats = TransferStats { bytes: 9, seconds: 0.1, transport: TransportKind::Shm, writes: 4, slices: 2 };
+    let stats = TransferStats {
+        bytes: 9,
+        seconds: 0.1,
+        verify_seconds: 0.01,
+        transport: TransportKind::Shm,
+        writes: 4,
+        slices: 2,
+    };
     ended(Ok(stats))
 }
 

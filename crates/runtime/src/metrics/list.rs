@@ -10,6 +10,10 @@ metrics! {
             "between two tokens of one answer";
         REQUEST_SECONDS: histogram "baton_request_seconds" by "" of "router",
             "request received until its answer ended";
+        PHASE_SECONDS: histogram "baton_phase_seconds" by "`phase` (queue, prefill, transfer, first_decode)" of "router",
+            "where the time of an answer without a failure went: received until workers were asked; asked until its prompt was computed, its wait there included; until its KV was verified at the decode worker; until the next token";
+        SLO: counter "baton_slo_total" by "`class`, `met` (yes, no)" of "router",
+            "answers that had their tokens in time, and that had not or failed: by the SLOs that were promised, else 1 s to the first token and 0.1 s from token to token in the mean; batch work only where it asked for SLOs. The rate of `yes` is the goodput";
         REQUESTS: counter "baton_requests_total" by "`outcome`" of "router",
             "requests that ended";
         REQUESTS_IN_FLIGHT: gauge "baton_requests_in_flight" by "" of "router",
@@ -84,6 +88,8 @@ metrics! {
             "pieces that these bytes were written in";
         TRANSFER_SECONDS: histogram "baton_transfer_seconds" by "`transport`" of "prefill",
             "first write of a handoff until its verification";
+        VERIFY_SECONDS: histogram "baton_verify_seconds" by "`transport`" of "prefill",
+            "all of a handoff written until it was verified: what the decode worker still had to take in and compare";
         TRANSFER_RECEIVED_BYTES: counter "baton_transfer_received_bytes_total" by "`transport`" of "workers",
             "KV bytes that arrived and were verified";
         TRANSFER_FAILURES: counter "baton_transfer_failures_total" by "`transport`, `cause`" of "workers",
