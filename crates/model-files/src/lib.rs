@@ -17,7 +17,7 @@ mod tensors;
 mod weights;
 
 pub use baton_model_text::{
-    Activation, Architecture, ChatTemplate, Device, Estimate, EstimateOptions, LINKS, Link, ModelConfig,
+    Activation, Architecture, Arithmetic, ChatTemplate, Device, Estimate, EstimateOptions, LINKS, Link, ModelConfig,
     ModelFileError, RopeConfig, RopeScaling, SCRATCH_BYTES, TextModel, Tokenizer, Travel, WeightKind, activation_bytes,
     estimate, kv_layout, operand_bytes,
 };

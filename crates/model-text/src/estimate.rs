@@ -303,7 +303,7 @@ fn parameters(config: &ModelConfig) -> u64 {
 }
 
 /// A layer's matrices, [outputs, inputs], and the elements of its vectors.
-fn layer(config: &ModelConfig) -> ([[u64; 2]; 7], u64) {
+pub(crate) fn layer(config: &ModelConfig) -> ([[u64; 2]; 7], u64) {
     let [hidden, inner, q, kv] =
         [config.hidden_size, config.intermediate_size, config.q_size(), config.kv_size()].map(u64::from);
     let bias = if config.qkv_bias { q + 2 * kv } else { 0 };

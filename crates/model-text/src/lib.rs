@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arithmetic;
 mod chat;
 mod config;
 mod error;
@@ -20,6 +21,7 @@ mod sampling;
 mod text;
 mod tokenizer;
 
+pub use arithmetic::Arithmetic;
 pub use chat::{ChatMessage, ChatTemplate, FunctionCall, THOUGHTS, TemplateOptions, ToolCall, ToolSyntax};
 pub use config::{Activation, ModelConfig, RopeConfig, RopeScaling, TensorFacts};
 pub use error::ModelFileError;

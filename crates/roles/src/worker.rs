@@ -99,12 +99,16 @@ pub enum Effect<E> {
 }
 
 /// Result of a step.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StepDone {
     /// From its launch, or from the end of the previous step if that is later, to its end.
     pub took: Duration,
     /// Prompt tokens it computed; 0 if it failed.
     pub prefilled: u64,
+    /// What it computed; nothing if it failed.
+    pub work: StepWork,
+    /// Tokens whose logits it computed.
+    pub sampled: u64,
 }
 
 /// What the engine holds.
@@ -379,9 +383,15 @@ impl<R: RoleCore> WorkerCore<R> {
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
         self.last_end = Some(now);
         let failed = outcome.is_err();
-        if !failed {
-            self.steps.add(&work(&step), took);
-        }
+        let done = match failed {
+            true => StepDone { took, ..StepDone::default() },
+            false => {
+                let sampled = step.rows().iter().filter(|row| row.samples).count() as u64;
+                let work = work(&step);
+                self.steps.add(&work, took);
+                StepDone { took, prefilled, work, sampled }
+            }
+        };
         match outcome {
             Ok(mut tokens) => self.engine.apply(step, &mut tokens, &mut self.events),
             Err(error) => {
@@ -392,7 +402,7 @@ impl<R: RoleCore> WorkerCore<R> {
         }
         self.learn(prefilled, decoded, took);
         self.recent.add(answered, prefilled > 0, took, now);
-        out.push(Effect::Stepped(StepDone { took, prefilled: if failed { 0 } else { prefilled } }));
+        out.push(Effect::Stepped(done));
         self.deliver(out);
         if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {
             out.push(Effect::Ended(error));

@@ -184,6 +184,9 @@ baton_runtime::config! {
         tp: u32 = 1,
         /// Pin each compute thread to a CPU of its own. Only for workers that have their CPUs to themselves.
         pin_threads: bool = false,
+        /// On the CPU: measure at the start, for about a second, what the processor can do at most, for metrics (baton_ceiling). Other work on the
+        /// machine lowers it.
+        measure_ceilings: bool = false,
     }
 }
 

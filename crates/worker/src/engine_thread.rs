@@ -13,6 +13,7 @@ use baton_transfer::{ReceiverEvent, TransferError};
 use metrics::{counter, histogram};
 use tokio::sync::watch;
 
+use crate::achieved::Achieved;
 use crate::columns::{Columns, Look};
 use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
@@ -168,6 +169,8 @@ pub(crate) struct Shells<S: Shell> {
     pub tiers: Option<TiersShell>,
     /// For people who look at KV. `None`: nobody can.
     pub columns: Option<Columns>,
+    /// Counts what steps achieve. `None`: nobody counts.
+    pub achieved: Option<Achieved>,
 }
 
 /// Starts the thread. `timeout` is the longest time that a step may take; by default what suits the model's device. Others hear of it through
@@ -184,7 +187,7 @@ pub(crate) fn start<S: Shell>(
     let Inbox { messages, snapshot, stall } = inbox;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
     let reporter = Reporter { snapshot, told };
-    let Shells { role: shell, exchange, tiers, columns } = shells;
+    let Shells { role: shell, exchange, tiers, columns, achieved } = shells;
     let thread = Thread {
         core,
         runner,
@@ -192,6 +195,7 @@ pub(crate) fn start<S: Shell>(
         exchange,
         tiers,
         columns,
+        achieved,
         inbox: messages,
         reporter,
         watchdog,
@@ -210,6 +214,7 @@ struct Thread<S: Shell> {
     exchange: Option<ExchangeShell<S::Command>>,
     tiers: Option<TiersShell>,
     columns: Option<Columns>,
+    achieved: Option<Achieved>,
     inbox: Receiver<Message<S::Command>>,
     reporter: Reporter,
     watchdog: Watchdog,
@@ -309,6 +314,7 @@ impl<S: Shell> Thread<S> {
             Effect::Stepped(stepped) => {
                 counter!(names::PREFILL_TOKENS).increment(stepped.prefilled);
                 histogram!(names::STEP_SECONDS).record(stepped.took.as_secs_f64());
+                self.achieved.iter().for_each(|achieved| achieved.step(&stepped));
             }
             Effect::Ended(error) => {
                 // This worker can serve no more requests. Whoever started it starts another.
@@ -430,7 +436,7 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), IDLE_TICK, false);
         let (tell, effects) = channel();
         let (handle, inbox) = channels();
-        let shells = Shells { role: Telling(tell), exchange: None, tiers: None, columns: None };
+        let shells = Shells { role: Telling(tell), exchange: None, tiers: None, columns: None, achieved: None };
         start(core, Box::new(runner), Clock::start(), None, unheard(), inbox, shells).unwrap();
         (handle, effects)
     }

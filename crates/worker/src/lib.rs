@@ -15,8 +15,11 @@
 //!
 //! - `service` → `columns` → `tiers`; `engine_thread` and `columns` know each other
 //!
-//! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert` and `telemetry` use no other module.
+//! - `load` → `achieved` ← `engine_thread`
+//!
+//! All modules may use `config` (→ `choices`) and `error` (→ `watchdog`). `convert`, `gpus` and `telemetry` use no other module.
 
+mod achieved;
 mod backend;
 mod budget;
 mod choices;
@@ -30,6 +33,7 @@ mod error;
 mod exchange;
 mod exchange_service;
 mod feed;
+mod gpus;
 mod load;
 mod measure;
 mod news;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use baton_engine::{EngineConfig, ModelRunner};
+use baton_engine::{EngineConfig, ModelRunner, SwapConfig};
 use baton_grammar::Grammars;
 use baton_kernels::Backend;
 use baton_kernels::cuda::ExchangingDevice;
@@ -14,6 +14,7 @@ use baton_runtime::FetchConfig;
 use baton_transfer::Pool;
 use baton_types::PoolGeometry;
 
+use crate::achieved::{Costs, measure_ceilings};
 use crate::backend::{Chosen, choose};
 use crate::budget::GpuMemory;
 use crate::error::{WorkerError, check};
@@ -58,6 +59,10 @@ pub struct Ready {
     pub(crate) pool: Pool,
     pub(crate) engine: EngineConfig,
     pub(crate) name: String,
+    /// What its steps cost.
+    pub(crate) costs: Costs,
+    /// Ids of its GPUs.
+    pub(crate) gpus: Vec<[u8; 16]>,
 }
 
 /// Finds the backend and the model, and loads the model onto the backend. Blocks for seconds.
@@ -79,6 +84,7 @@ fn load_on_cpu(config: &WorkerConfig, model: &Model) -> Result<Ready, WorkerErro
     let (mut backends, pool) = ranks::on_cpu(config, &geometry)?;
     engine.swap = prepare_swap(config, &mut backends, &geometry)?;
     let runner = TensorParallel::on_cpu(model, &geometry.layout, limits, backends)?;
+    measure_ceilings(config)?;
     ready(config, model, runner, (geometry, pool), engine)
 }
 
@@ -103,7 +109,8 @@ pub fn load_on_devices<D: ExchangingDevice>(
         Some(exchange) => TensorParallel::on_devices(model, &geometry.layout, limits, backends, exchange)?,
         None => TensorParallel::alone(model, &geometry.layout, limits, backends.swap_remove(0))?,
     };
-    ready(config, model, runner, (geometry, pool), engine)
+    let gpus = devices.iter().filter_map(|device| device.properties().id).collect();
+    Ok(Ready { gpus, ..ready(config, model, runner, (geometry, pool), engine)? })
 }
 
 /// Measures `pack_tokens` if the settings ask for it, and completes the loaded model.
@@ -119,5 +126,18 @@ fn ready<B: Backend + 'static>(
         engine.pack_tokens = find_pack_tokens(&mut runner, vocab, &engine, &geometry)?;
     }
     let (backend, grammars) = (runner.backend_name(), runner.grammars());
-    Ok(Ready { runner: Box::new(runner), backend, vocab, grammars, geometry, pool, engine, name })
+    let token = SwapConfig::block_bytes(&geometry.layout) / u64::from(geometry.layout.block_size);
+    let costs = Costs::of(model, config, token, matches!(pool, Pool::Device(_)));
+    Ok(Ready {
+        runner: Box::new(runner),
+        backend,
+        vocab,
+        grammars,
+        geometry,
+        pool,
+        engine,
+        name,
+        costs,
+        gpus: Vec::new(),
+    })
 }

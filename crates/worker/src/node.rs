@@ -18,12 +18,14 @@ use tokio::sync::watch;
 use tonic::Status;
 use tonic::service::{InterceptorLayer, Routes};
 
+use crate::achieved::Achieved;
 use crate::columns::{self, Columns};
 use crate::door;
 use crate::ends::KvEnds;
 use crate::engine_thread::Shells;
 use crate::exchange::ExchangeShell;
 use crate::exchange_service::ExchangeService;
+use crate::gpus;
 use crate::load::{Ready, load};
 use crate::news::WorkerNews;
 use crate::report::Told;
@@ -144,7 +146,7 @@ impl Node {
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
         let loaded = tokio::task::spawn_blocking(move || load(&settings));
-        let Ready { runner, backend, vocab, grammars, geometry, pool, engine: limits, name } = tokio::select! {
+        let Ready { runner, backend, vocab, grammars, geometry, pool, engine: limits, name, costs, gpus } = tokio::select! {
             loaded = loaded => loaded.map_err(|_| WorkerError::EngineStopped)??,
             // The process was told to stop while loading: nothing to drain.
             _ = process.shutdown.draining() => return Ok(()),
@@ -156,6 +158,7 @@ impl Node {
             kv_tokens = geometry.blocks[0] * geometry.layout.block_size,
             "model loaded"
         );
+        gpus::report(gpus);
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let mut engine = Engine::new(limits, &geometry)?;
         engine.note_cache_changes();
@@ -178,7 +181,13 @@ impl Node {
         let of_store = store.clone();
         let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
         let load_seconds = tiers.as_ref().map(|tiers| tiers.load_seconds(node.config.kv_disk.is_some()));
-        let shells = Shells { role, exchange: Some(exchange), tiers, columns: Some(Columns::of(&node)) };
+        let shells = Shells {
+            role,
+            exchange: Some(exchange),
+            tiers,
+            columns: Some(Columns::of(&node)),
+            achieved: Some(Achieved::new(costs)),
+        };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });

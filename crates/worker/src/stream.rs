@@ -388,7 +388,13 @@ mod tests {
         let (tell, told) = std_mpsc::channel();
         let model = wrap(FakeModel::new(geometry, 50));
         let (handle, inbox) = channels();
-        let shells = Shells { role: Probe(tell, Streams::default()), exchange: None, tiers: None, columns: None };
+        let shells = Shells {
+            role: Probe(tell, Streams::default()),
+            exchange: None,
+            tiers: None,
+            columns: None,
+            achieved: None,
+        };
         start(core, model, Clock::start(), Some(timeout), unheard(), inbox, shells).unwrap();
         (handle, told)
     }

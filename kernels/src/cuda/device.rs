@@ -29,6 +29,8 @@ pub struct Properties {
     pub fp8: Fp8,
     /// The library that computes matrix products, with its version.
     pub products: String,
+    /// Its id, the same in all processes and tools; `None`: it has none.
+    pub id: Option<[u8; 16]>,
 }
 
 /// Copies that the host does not wait for. This part of [`Device`] is a trait of its own, since a pool's transfers use it too.

@@ -250,6 +250,7 @@ fn properties(device: sys::CUdevice) -> Result<Properties, KernelError> {
         // `Driver::open` fills these in from cuBLASLt.
         fp8: Fp8::None,
         products: String::new(),
+        id: physical::id_of(device).ok(),
     })
 }
 

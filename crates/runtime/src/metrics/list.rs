@@ -78,6 +78,18 @@ metrics! {
             "tokens of decode rows computed after their answer had ended: on a GPU a step is launched before the results of the step before it are known";
         STEP_SECONDS: histogram "baton_step_seconds" by "" of "workers",
             "one engine step";
+        FLOPS: counter "baton_flops_total" by "" of "workers",
+            "operations of the model's arithmetic in steps, a multiplication and an addition as two; norms, activations and softmax left out";
+        READ_BYTES: counter "baton_read_bytes_total" by "" of "workers",
+            "bytes that steps had to read at least: all weights once a step, and the KV of the tokens of decode rows";
+        CEILING: gauge "baton_ceiling" by "`of` (read_bytes, f32_flops, int8_ops)" of "workers",
+            "what the processor can do at most in a second, measured at the start with `measure_ceilings`; on the CPU, products of quantised models are 8-bit operations";
+        GPU_BUSY: gauge "baton_gpu_busy_ratio" by "`gpu` (number of the worker's own, from 0)" of "workers",
+            "share of the last second or less in which the GPU ran a kernel, by NVML";
+        GPU_MEMORY: gauge "baton_gpu_memory_bytes" by "`gpu`, `state` (used, total)" of "workers",
+            "memory of the GPU, by all processes, by NVML";
+        GPU_POWER: gauge "baton_gpu_power_watts" by "`gpu`" of "workers",
+            "power that the GPU draws, by NVML";
         STEP_ERROR: gauge "baton_step_error_ratio" by "`of` (decode, prefill)" of "workers",
             "median error lately of the predicted time of a step, as a share of it: steps of decode rows alone, and what prompts add to others";
     }

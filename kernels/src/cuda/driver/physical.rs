@@ -254,6 +254,6 @@ impl Driver {
     }
 }
 
-fn id_of(device: sys::CUdevice) -> Result<DeviceId, KernelError> {
+pub(super) fn id_of(device: sys::CUdevice) -> Result<DeviceId, KernelError> {
     device::get_uuid(device).map(|id| id.bytes.map(|byte| byte as u8)).map_err(failed("device"))
 }
