@@ -82,6 +82,9 @@ impl Wire for DecodeNode {
             Answer::Scored(tokens) => Sent::Scored(scored(tokens)),
             Answer::Token(token) => Sent::Token(token.into()),
             Answer::Started(cached_tokens) => Sent::Started(v1::Started { cached_tokens }),
+            Answer::Arrived(bytes, seconds, transport) => {
+                Sent::Arrived(v1::Transferred { bytes, seconds, transport: transport.as_str().to_owned() })
+            }
             Answer::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),
             Answer::Failed(kind, message) => return Err(stream_status(kind, message)),
         };

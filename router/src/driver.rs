@@ -159,7 +159,10 @@ impl Driver {
                 },
                 None => {
                     let input = self.happens(choice.next_wake()).await;
-                    self.trace.heard(&input, self.prefill.as_ref().and_then(Leg::transferred));
+                    // The decode worker knows first, and its word is not behind a prefill worker's long step.
+                    let decode = self.decode.as_ref().and_then(Leg::transferred);
+                    let told = decode.or_else(|| self.prefill.as_ref().and_then(Leg::transferred));
+                    self.trace.heard(&input, told);
                     input
                 }
             };

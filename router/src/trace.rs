@@ -73,6 +73,8 @@ struct State {
     recoveries: u32,
     cached: u32,
     handoff: Option<Handoff>,
+    /// The handoff of the present attempt has succeeded.
+    verified: bool,
     end: Option<(u32, End)>,
 }
 
@@ -213,12 +215,19 @@ impl Trace {
 
     /// It goes on after a failure.
     pub fn recovering(&self, leg: Leg, cause: &str) {
-        self.state().recoveries += 1;
+        let mut state = self.state();
+        state.recoveries += 1;
+        // The next attempt may hand over again.
+        state.verified = false;
+        drop(state);
         self.mark(Mark::Recovering { leg, cause: beginning(cause) });
     }
 
-    /// A worker said something, or its stream ended. `handoff`: what the prefill worker said of it, once it has succeeded.
-    pub fn heard(&self, input: &ChoiceInput, handoff: Option<&v1::Transferred>) {
+    /// A worker said something, or its stream ended. `handoff`: what was said so far of the present handoff that has succeeded, and when.
+    pub fn heard(&self, input: &ChoiceInput, handoff: Option<(Instant, &v1::Transferred)>) {
+        if let Some((at, told)) = handoff {
+            self.transferred(at, told);
+        }
         let lost = |leg, end: &LegEnd| Some(Mark::Lost { leg, why: why(end) });
         let mark = match input {
             ChoiceInput::DecodeSaid(DecodeWord::Reserved { .. }) => Some(Mark::Reserved),
@@ -231,10 +240,6 @@ impl Trace {
                 self.state().cached = *cached_tokens;
                 Some(Mark::FirstToken)
             }
-            ChoiceInput::PrefillSaid(PrefillWord::Transferred) => {
-                handoff.into_iter().for_each(|told| self.transferred(told));
-                Some(Mark::Transferred)
-            }
             ChoiceInput::DecodeEnded(end) => lost(Leg::Decode, end),
             ChoiceInput::PrefillEnded(end) => lost(Leg::Prefill, end),
             _ => None,
@@ -242,9 +247,13 @@ impl Trace {
         mark.into_iter().for_each(|mark| self.mark(mark));
     }
 
-    fn transferred(&self, told: &v1::Transferred) {
-        let at = self.since(Instant::now());
+    /// KV was verified then; told again and again, and noted once for each attempt.
+    fn transferred(&self, at: Instant, told: &v1::Transferred) {
+        let at = self.since(at);
         let mut state = self.state();
+        if std::mem::replace(&mut state.verified, true) {
+            return;
+        }
         let mut ends = (None, None);
         for (_, mark) in &state.marks {
             match mark {
@@ -256,6 +265,9 @@ impl Trace {
         let transport = told.transport.chars().take(32).collect();
         let (bytes, seconds) = (told.bytes, told.seconds);
         state.handoff = Some(Handoff { at, bytes, seconds, transport, from: ends.0, to: ends.1 });
+        if state.marks.len() < MARKS {
+            state.marks.push((at, Mark::Transferred));
+        }
     }
 
     /// A token goes to the client.
@@ -491,10 +503,15 @@ mod tests {
         trace.token(Instant::now());
         tokio::time::advance(Duration::from_millis(5)).await;
         let told = v1::Transferred { bytes: 77, seconds: 0.2, transport: "shm".into() };
-        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some(&told));
+        let verified = Instant::now() - Duration::from_millis(1);
+        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((verified, &told)));
+        let later = v1::Transferred { bytes: 78, ..told.clone() };
+        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((Instant::now(), &later)));
         trace.token(Instant::now());
         trace.recovering(Leg::Decode, "it went away");
         trace.finished(FinishReason::Stop, 4);
+        let verified = trace.state().marks.iter().filter(|(_, mark)| matches!(mark, Mark::Transferred)).count();
+        assert_eq!(verified, 1, "the decode worker's word, not the prefill worker's after it");
         let all = traces.choices("r");
         let [one] = &all[..] else { panic!("{all:?}") };
         let one = one.whole();
@@ -508,7 +525,7 @@ mod tests {
         assert_eq!(one["marks"].as_array().unwrap().last().unwrap()["why"], "it went away");
         assert!(one["prompt"].is_null(), "prompts are shown only if they were given");
         let times = trace.times();
-        assert_eq!((times.mean, times.tail, times.ended), (Some(0.005), Some(0.005), Some((0.015, How::Answered))));
+        assert_eq!((times.mean, times.tail, times.ended), (Some(0.005), Some(0.004), Some((0.015, How::Answered))));
         assert!(traces.choices("s").is_empty());
     }
 

@@ -34,6 +34,8 @@ pub enum Answer {
     /// Tokens of the prompt with their log probabilities, at most [`crate::MOST_SCORED`]; only if they are asked for, before the
     /// first token, when the prompt was computed here.
     Scored(Vec<TokenOut>),
+    /// The KV that was written for it is verified: bytes, seconds since the first of them came, transport. For people who look.
+    Arrived(u64, f64, TransportKind),
     /// The next token.
     Token(TokenOut),
     /// The answer is complete. The last item.
@@ -203,6 +205,9 @@ impl Decode {
             ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport } => {
                 out.push(Effect::Arrived { transport, bytes });
                 tracing::debug!(%epoch, bytes, seconds, transport = transport.as_str(), "KV verified");
+                let told =
+                    self.loans.get(epoch).map(|seq| Effect::Say(seq, Answer::Arrived(bytes, seconds, transport)));
+                out.extend(told);
                 self.verified(desk, epoch, &tail, out);
             }
             ReceiverEvent::Failed { epoch, error, transport } => {

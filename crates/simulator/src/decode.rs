@@ -340,6 +340,8 @@ impl World {
             Answer::Reserved(target) => DecodeWord::Reserved { target },
             Answer::Scored(tokens) => DecodeWord::Scored(tokens),
             Answer::Started(cached_tokens) => DecodeWord::Started { cached_tokens },
+            // Said to people who look; the router's core does not hear it.
+            Answer::Arrived(..) => return,
             Answer::Token(token) => {
                 self.milestone("token", Process::Decode(place));
                 DecodeWord::Token(token)

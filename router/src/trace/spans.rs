@@ -75,10 +75,13 @@ fn spans(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
         about: Vec::new(),
     };
     open.push(queue);
+    // Of the present attempt.
+    let mut verified = false;
     for (when, mark) in &state.marks {
         match mark {
             Mark::Begins => ends(&mut open, &|open| open.name == "queue", *when, None),
             Mark::Decode { worker, local, span: Some(place) } => {
+                verified = false;
                 let about = vec![("baton.worker", id(worker)), ("baton.computes_prompt", Value::from(*local))];
                 let (place, kind, leg) = (*place, SpanKind::Client, Leg::Decode);
                 open.push(Open { place, name: "decode", kind, leg, from: *when, about });
@@ -91,9 +94,15 @@ fn spans(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
             Mark::FirstToken => {
                 ends(&mut open, &|open| open.name == "prefill", *when, None);
                 let (place, kind, leg) = (place.child(), SpanKind::Internal, Leg::Prefill);
-                open.push(Open { place, name: "transfer", kind, leg, from: *when, about: Vec::new() });
+                let about = if verified { handoff(state) } else { Vec::new() };
+                open.push(Open { place, name: "transfer", kind, leg, from: *when, about });
+                // The decode worker's word came first.
+                if verified {
+                    ends(&mut open, &|open| open.name == "transfer", *when, None);
+                }
             }
             Mark::Transferred => {
+                verified = true;
                 let done = open.iter_mut().filter(|open| open.name == "transfer");
                 done.for_each(|open| open.about = handoff(state));
                 ends(&mut open, &|open| open.name == "transfer", *when, None);
@@ -200,6 +209,25 @@ mod tests {
         let told: Vec<_> = told.map(|span| (span.name, micros(span.to), span.error.is_some())).collect();
         let expected = [("prefill", 50, true), ("decode", 51, true), ("prefill", 70, false), ("decode", 90, false)];
         assert_eq!(told, expected);
+    }
+
+    /// The words of two workers may come in any order.
+    #[test]
+    fn a_handoff_that_is_verified_before_the_first_token_is_heard_has_an_end() {
+        let place = SpanPlace::first();
+        let subject = Subject { span: Some(place), ..super::super::tests::subject("r") };
+        let (worker, span) = (WorkerId(1), Some(place.child()));
+        let marks = vec![
+            (20, Mark::Decode { worker, local: false, span }),
+            (30, Mark::Prefill { worker, span }),
+            (40, Mark::Transferred),
+            (45, Mark::FirstToken),
+        ];
+        let state = State { marks, end: Some((90, End::Finished(FinishReason::Stop))), ..State::default() };
+        let spans = spans(place, &subject, &state, SystemTime::UNIX_EPOCH);
+        let micros = |at: SystemTime| at.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_micros();
+        let transfers: Vec<_> = spans.iter().filter(|span| span.name == "transfer").collect();
+        assert_eq!(transfers.iter().map(|span| (micros(span.from), micros(span.to))).collect::<Vec<_>>(), [(45, 45)]);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use baton_types::FinishReason;
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt, stream};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::fetch::{FetchBegins, fetch_begins};
@@ -30,7 +31,8 @@ pub(crate) trait Word: Sized {
     /// Reads a message; None for one that only later versions know, which is skipped.
     fn read(event: Self::Event) -> Result<Option<Self>, LegEnd>;
 
-    /// What a message says of the handoff besides that it succeeded.
+    /// What a message says of the handoff besides that it succeeded: a decode worker when the KV is verified there, a prefill worker when it has heard
+    /// of that.
     fn transferred(_: &Self::Event) -> Option<&v1::Transferred> {
         None
     }
@@ -48,8 +50,8 @@ pub(crate) trait Word: Sized {
 /// A running leg: a stream of inputs for its choice.
 pub(crate) struct Leg<W: Word> {
     stage: Stage<W::Event>,
-    /// What the worker said of the handoff.
-    transferred: Option<v1::Transferred>,
+    /// What the worker said of the handoff, and when.
+    transferred: Option<(Instant, v1::Transferred)>,
 }
 
 enum Stage<E> {
@@ -120,8 +122,8 @@ impl<W: Word> Leg<W> {
     }
 
     /// What the worker said of the handoff, once it has succeeded.
-    pub fn transferred(&self) -> Option<&v1::Transferred> {
-        self.transferred.as_ref()
+    pub fn transferred(&self) -> Option<(Instant, &v1::Transferred)> {
+        self.transferred.as_ref().map(|(at, told)| (*at, told))
     }
 
     /// The next message; an error when there is none any more.
@@ -140,7 +142,7 @@ impl<W: Word> Leg<W> {
                         None => return Poll::Ready(Err(LegEnd::Early)),
                     };
                     if let Some(told) = W::transferred(&event) {
-                        self.transferred = Some(told.clone());
+                        self.transferred = Some((Instant::now(), told.clone()));
                     }
                     if let Some(word) = W::read(event).transpose() {
                         return Poll::Ready(word);
@@ -171,6 +173,13 @@ impl<W: Word> Stream for Leg<W> {
 impl Word for DecodeWord {
     type Event = v1::DecodeEvent;
 
+    fn transferred(event: &v1::DecodeEvent) -> Option<&v1::Transferred> {
+        match &event.event {
+            Some(DecodeEvent::Arrived(told)) => Some(told),
+            _ => None,
+        }
+    }
+
     fn read(event: v1::DecodeEvent) -> Result<Option<DecodeWord>, LegEnd> {
         let Some(event) = event.event else { return Ok(None) };
         Ok(Some(match event {
@@ -180,6 +189,8 @@ impl Word for DecodeWord {
             }
             DecodeEvent::Token(token) => DecodeWord::Token(token.into()),
             DecodeEvent::Started(v1::Started { cached_tokens }) => DecodeWord::Started { cached_tokens },
+            // Of no consequence for the choice.
+            DecodeEvent::Arrived(_) => return Ok(None),
             DecodeEvent::Finished(v1::Finished { reason }) => DecodeWord::Finished(finish_reason(reason)?),
         }))
     }
