@@ -8,9 +8,14 @@ const [, , baton, browserPath, to, model] = process.argv;
 const [WIDTH, SECONDS, LANES] = [1280, 45, 3];
 
 /** The page as an SVG document. In the browser. */
-function picture(css) {
+function picture([css, icon]) {
   const body = document.body.cloneNode(true);
   body.querySelectorAll("script, .skip, [aria-live]:empty").forEach((node) => node.remove());
+  const drawn = new DOMParser().parseFromString(icon, "image/svg+xml").documentElement;
+  body.querySelectorAll("img").forEach((image) => {
+    for (const name of ["width", "height"]) drawn.setAttribute(name, image[name]);
+    image.replaceWith(document.importNode(drawn, true));
+  });
   body.querySelectorAll("a").forEach((node) => node.removeAttribute("href"));
   const height = Math.ceil(document.body.getBoundingClientRect().height);
   const width = document.documentElement.clientWidth;
@@ -43,8 +48,8 @@ try {
   const page = await browser.newPage({ viewport: { width: WIDTH, height: 900 } });
   await page.goto(`${cluster.page}#/cluster`);
   await page.waitForTimeout(SECONDS * 1000);
-  const css = await (await fetch(`${cluster.page}page/style.css`)).text();
-  const drawn = await page.evaluate(picture, forWide(css));
+  const file = async (name) => (await fetch(`${cluster.page}page/${name}`)).text();
+  const drawn = await page.evaluate(picture, [forWide(await file("style.css")), await file("icon.svg")]);
   writeFileSync(to, drawn);
   console.log(`${to}: ${drawn.length} bytes`);
 } finally {
