@@ -46,8 +46,8 @@ pub fn command() -> Command {
         .about("Shows the workers of a running cluster, their KV blocks, and over what KV goes between them")
         .arg(json)
         .arg(Arg::new("kv").long("kv").action(ArgAction::SetTrue).help(
-            "Shows instead what each worker's pool, host memory and disk hold (--kv-host, --kv-disk). Hits are tokens that the KV store has \
-             handed out since the worker began, and each tier's share of them",
+            "Shows instead what each worker's pool, host memory, disk and object store hold (--kv-host, --kv-disk, --kv-object). Hits are \
+             tokens that the KV store has handed out since the worker began, and each tier's share of them",
         ))
         .args(reach_args())
 }

@@ -4,6 +4,7 @@ pub mod devices;
 mod operator;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -101,8 +102,9 @@ pub struct Supervisor {
     processes: Vec<Process>,
     /// Per kind: short lives in a row, and the earliest time of the next start.
     short_lives: BTreeMap<Kind, (u32, tokio::time::Instant)>,
-    /// Where workers keep KV on disk, each in a folder of its own.
+    /// Where workers keep KV on disk and in an object store, each in a folder of its own.
     kv_disk: Option<PathBuf>,
+    kv_object: Option<String>,
     /// The cluster has been ready. From then on a worker that keeps dying is restarted again and again, after growing waits.
     settled: bool,
     pending: Vec<Request>,
@@ -124,6 +126,7 @@ impl Supervisor {
             processes: Vec::new(),
             short_lives: BTreeMap::new(),
             kv_disk: None,
+            kv_object: None,
             settled: false,
             pending: Vec::new(),
             views: tokio::sync::watch::channel(Default::default()).1,
@@ -147,9 +150,21 @@ impl Supervisor {
         devices.pick(&taken, *ranks).map(Some)
     }
 
-    /// Workers keep KV below this folder from now on. A worker that takes another's place takes its folder, and finds the KV there.
-    pub fn keep_kv_in(&mut self, folder: PathBuf) {
-        self.kv_disk = Some(folder);
+    /// Workers keep KV below this folder and this URL from now on. A worker that takes another's place takes its folder, and finds the KV there.
+    pub fn keep_kv_in(&mut self, folder: Option<PathBuf>, url: Option<String>) {
+        (self.kv_disk, self.kv_object) = (folder, url);
+    }
+
+    /// Where a worker keeps its KV.
+    fn kv_flags(&self, kind: Kind, number: usize) -> Vec<OsString> {
+        if kind == Kind::Router {
+            return Vec::new();
+        }
+        let own = format!("{}-{number}", kind.name());
+        let below = |url: &str| format!("{}/{own}", url.strip_suffix('/').unwrap_or(url));
+        let disk = self.kv_disk.iter().flat_map(|folder| ["--kv-disk".into(), folder.join(&own).into_os_string()]);
+        let object = self.kv_object.iter().flat_map(|url| ["--kv-object".into(), below(url).into()]);
+        disk.chain(object).collect()
     }
 
     /// The least number that no process of this kind has.
@@ -178,9 +193,7 @@ impl Supervisor {
         let mut command = std::process::Command::new(&self.program);
         command.arg(kind.name()).args(self.args.get(&kind).into_iter().flatten());
         let number = self.free_number(kind);
-        if let Some(folder) = self.kv_disk.as_ref().filter(|_| kind != Kind::Router) {
-            command.arg("--kv-disk").arg(folder.join(format!("{}-{number}", kind.name())));
-        }
+        command.args(self.kv_flags(kind, number));
         if let Some(gpus) = &gpus {
             command.args(["--first-gpu".to_owned(), gpus.start.to_string()]);
         }

@@ -78,6 +78,12 @@ baton_runtime::config! {
         kv_disk: Option<PathBuf> = None,
         /// Most space that KV takes in kv_disk, of all workers together, each an equal part.
         kv_disk_size: Bytes = Bytes::gib(10),
+        /// Object store for KV that host memory has no room for: s3://BUCKET/PREFIX, reached by AWS's variables (AWS_ENDPOINT_URL, AWS_REGION,
+        /// AWS_ACCESS_KEY_ID, …), or file:///DIRECTORY. Each worker has a prefix of its own below it. The next `baton up` finds the KV there. Needs
+        /// kv_host.
+        kv_object: Option<String> = None,
+        /// Most space that KV takes in kv_object, of all workers together, each an equal part.
+        kv_object_size: Bytes = Bytes::gib(100),
         /// Device that workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
         /// Device that prefill workers compute on, if different. KV of one device is not bit for bit that of another, so all prompts then
@@ -147,7 +153,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
         process.tasks.spawn("certificates", tls.clone().watch(shutdown.clone()));
     }
     let mut supervisor = Supervisor::new(program, tls);
-    config.kv_disk.clone().into_iter().for_each(|folder| supervisor.keep_kv_in(folder));
+    supervisor.keep_kv_in(config.kv_disk.clone(), config.kv_object.clone());
     let insecure = config.insecure_internal.then(|| "--insecure-internal".to_owned());
     let files = |role| certs.iter().flat_map(move |folder| certs::flags(folder, role)).chain(insecure.clone());
     let mut router = router_args(&config, admin);
@@ -303,6 +309,7 @@ fn worker_args(
     let part = |all: Bytes| Bytes(all.0 / u64::from(config.prefill + config.decode).max(1));
     args.extend(flag("kv-host", part(config.kv_host)));
     args.extend(flag("kv-disk-size", part(config.kv_disk_size)));
+    args.extend(flag("kv-object-size", part(config.kv_object_size)));
     args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));

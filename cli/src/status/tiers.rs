@@ -9,7 +9,7 @@ use crate::units::bytes;
 /// A line for each tier of each worker.
 pub fn table(workers: &[Answered]) -> String {
     let mut text = format!(
-        "{:<9} {:<19} {:<5} {:>9} {:>10} {:>10} {:>12} {:>6} {:>8} {:>10}\n",
+        "{:<9} {:<19} {:<6} {:>9} {:>10} {:>10} {:>12} {:>6} {:>8} {:>10}\n",
         "ROLE", "ID", "TIER", "BLOCKS", "BYTES", "LIMIT", "HIT TOKENS", "SHARE", "DAMAGED", "WRITTEN"
     );
     for worker in workers {
@@ -30,9 +30,9 @@ fn line(head: &str, tier: &v1::KvTier, all: &[v1::KvTier]) -> String {
     let hits = tier.hit_tokens.map_or_else(dash, |tokens| tokens.to_string());
     let share = share(tier, all).map_or_else(dash, |share| format!("{:.0} %", share * 100.0));
     let [held, limit, written] = [tier.bytes, tier.limit_bytes, tier.written_bytes].map(bytes);
-    let written = if tier.tier == "disk" { written } else { dash() };
+    let written = if ["disk", "object"].contains(&tier.tier.as_str()) { written } else { dash() };
     format!(
-        "{head} {:<5} {:>9} {held:>10} {limit:>10} {hits:>12} {share:>6} {:>8} {written:>10}\n",
+        "{head} {:<6} {:>9} {held:>10} {limit:>10} {hits:>12} {share:>6} {:>8} {written:>10}\n",
         tier.tier, tier.blocks, tier.verify_failures
     )
 }
@@ -88,14 +88,15 @@ mod tests {
             model: String::new(),
             answer: Ok(v1::StatusResponse { tiers, ..Default::default() }),
         };
-        let tiers = vec![tier("pool", None), tier("host", Some(30)), tier("disk", Some(10))];
+        let tiers = vec![tier("pool", None), tier("host", Some(30)), tier("disk", Some(10)), tier("object", Some(0))];
         let text = table(&[asked(tiers.clone()), asked(Vec::new())]);
         let words =
             |line: usize| text.lines().nth(line).unwrap().split_whitespace().skip(2).collect::<Vec<_>>().join(" ");
         assert_eq!(words(1), "pool 3 3.0 MiB 1.0 GiB - - 0 -");
         assert_eq!(words(2), "host 3 3.0 MiB 1.0 GiB 30 75 % 0 -");
         assert_eq!(words(3), "disk 3 3.0 MiB 1.0 GiB 10 25 % 0 0 B");
-        assert!(words(4).contains("older version"));
+        assert_eq!(words(4), "object 3 3.0 MiB 1.0 GiB 0 0 % 0 0 B");
+        assert!(words(5).contains("older version"));
         assert_eq!(json(&tiers)[1]["hit_share"], 0.75);
     }
 }

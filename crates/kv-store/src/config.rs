@@ -1,6 +1,6 @@
 //! A store's settings.
 
-use crate::{Identity, Policy, Shape, StoreError};
+use crate::{Identity, ObjectConfig, Policy, Shape, StoreError};
 
 /// Bytes of a segment, if the disk has room for enough of them.
 const SEGMENT_BYTES: u64 = 64 << 20;
@@ -18,9 +18,11 @@ pub struct StoreConfig {
     pub buffers: u32,
     /// The disk. None: host memory only.
     pub disk: Option<DiskConfig>,
+    /// The object store. None: there is none.
+    pub object: Option<ObjectConfig>,
     /// Which blocks stay.
     pub policy: Policy,
-    /// Blocks asked for less often than this are not written to disk. 1 writes all; 2 saves three quarters of the writes of a chat service,
+    /// Blocks asked for less often than this are not written to disk, nor uploaded. 1 writes all; 2 saves three quarters of the writes of a chat service,
     /// at the price of most conversations' second turn (docs/kv-store.md).
     pub min_uses: u8,
     /// Uses after which the sketch forgets half; None: ten for each block of all tiers.
@@ -49,13 +51,20 @@ pub struct StoreLimits {
     pub writes: u32,
     /// Segments being scanned.
     pub scans: u32,
+    /// Fetches from the object store.
+    pub fetches: u32,
+    /// Uploads to it.
+    pub uploads: u32,
+    /// Removals from it.
+    pub removals: u32,
     /// Blocks that are pinned.
     pub pinned: u32,
 }
 
 impl Default for StoreLimits {
     fn default() -> Self {
-        StoreLimits { tickets: 4096, reads: 64, writes: 8, scans: 4, pinned: 1024 }
+        let (tickets, reads, writes, scans, pinned) = (4096, 64, 8, 4, 1024);
+        StoreLimits { tickets, reads, writes, scans, fetches: 32, uploads: 4, removals: 4, pinned }
     }
 }
 
@@ -83,7 +92,7 @@ impl StoreConfig {
     /// A store of these sizes with default settings otherwise.
     pub fn new(shape: Shape, identity: Identity, buffers: u32, disk: Option<DiskConfig>) -> StoreConfig {
         let (policy, limits) = (Policy::default(), StoreLimits::default());
-        StoreConfig { shape, identity, buffers, disk, policy, min_uses: 1, sample: None, limits }
+        StoreConfig { shape, identity, buffers, disk, object: None, policy, min_uses: 1, sample: None, limits }
     }
 
     /// Ok when the settings can work.
@@ -96,6 +105,9 @@ impl StoreConfig {
             ("limit of reads", limits.reads, 1, "1 or more"),
             ("limit of writes", limits.writes, 1, "1 or more"),
             ("limit of scans", limits.scans, 1, "1 or more"),
+            ("limit of fetches", limits.fetches, 1, "1 or more"),
+            ("limit of uploads", limits.uploads, 1, "1 or more"),
+            ("limit of removals", limits.removals, 1, "1 or more"),
         ] {
             if value < least {
                 return Err(StoreError::Setting { field, value: value.into(), must });

@@ -17,7 +17,11 @@ pub struct Counters {
     pub verify_failures: [u64; Tier::ALL.len()],
     /// Reads, writes and scans of the disk that failed.
     pub disk_errors: u64,
-    /// Bytes read from disk.
+    /// Calls of the object store that failed.
+    pub object_errors: u64,
+    /// Bytes uploaded to the object store.
+    pub uploaded_bytes: u64,
+    /// Bytes read from disk and from the object store.
     pub read_bytes: u64,
     /// Bytes written to disk, by reason. Their sum over those demoted is the write amplification.
     pub written_bytes: [u64; Reason::ALL.len()],
@@ -27,7 +31,7 @@ pub struct Counters {
     pub not_admitted: u64,
     /// Blocks that left host memory and would have been written, but writes were too slow.
     pub overrun: u64,
-    /// Blocks found on disk at the beginning.
+    /// Blocks found on disk and in the object store at the beginning.
     pub recovered: u64,
     /// Records found then that were replaced by others, of an earlier life of their segment, or of another identity.
     pub outdated: u64,

@@ -2,7 +2,7 @@
 
 use baton_kv_cache::BlockName;
 
-use crate::{Block, BlockKey, Expect, Head, Mismatch, Place, Tier};
+use crate::{Block, BlockKey, Expect, Head, Mismatch, ObjectName, Place, Tier};
 
 /// A buffer of host memory: room for a head and for a block's data.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -11,14 +11,16 @@ pub struct Buffer(pub u32);
 /// Number that the caller gives to a put or a get, and by which it is told what came of it. Used once.
 pub type Ticket = u64;
 
-/// Number of a read or a write of the disk.
+/// Number of a read or a write of the disk, or of a call of the object store.
 pub type Job = u64;
 
 /// Why a read failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadError {
-    /// The disk gave an error, or fewer bytes.
+    /// The disk or the object store gave an error, or fewer bytes.
     Io,
+    /// There is no such object.
+    Absent,
     /// What was read is not what was written, or not what was asked for.
     Mismatch(Mismatch),
 }
@@ -42,13 +44,19 @@ pub enum Input {
     Pin(BlockName),
     /// The block may be evicted again.
     Unpin(BlockName),
-    /// A read has ended.
+    /// A read or a fetch has ended.
     Read(Job, Result<Block, ReadError>),
     /// A write has ended. False: it failed, or may have.
     Written(Job, bool),
     /// A segment was scanned: what is at the beginning of each of its records. Empty: it is not there. None: it could not be read.
     Scanned(u32, Option<Vec<Result<Head, Mismatch>>>),
-    /// Whatever in host memory is worth a write is to be on disk, too: the process will end.
+    /// What objects there are, the oldest first. None: the object store did not say.
+    Listed(Option<Vec<ObjectName>>),
+    /// An upload has ended. False: it failed, or may have.
+    Uploaded(Job, bool),
+    /// A removal has ended, also if there was no such object. False: it failed, or may have.
+    Deleted(Job, bool),
+    /// Whatever in host memory is worth a write is to be on disk and in the object store, too: the process will end.
     Flush,
     /// Time has passed.
     Tick,
@@ -83,6 +91,40 @@ pub enum Effect {
     },
     /// A segment is complete and may be brought to safety. Nothing waits for it, and correctness does not depend on it.
     Sync(u32),
+    /// List the objects of this identity, up to so many. Answer: [`Input::Listed`].
+    List {
+        /// Most objects.
+        most: u64,
+    },
+    /// Get an object into a buffer and check it ([`crate::check_record`]). Answer: [`Input::Read`].
+    Fetch {
+        /// Its number.
+        job: Job,
+        /// Which one.
+        object: ObjectName,
+        /// Where to.
+        into: Buffer,
+        /// What must be found there.
+        expect: Expect,
+    },
+    /// Put an object: this head, and the data of the buffer. Answer: [`Input::Uploaded`].
+    Upload {
+        /// Its number.
+        job: Job,
+        /// Which one.
+        object: ObjectName,
+        /// From where.
+        from: Buffer,
+        /// The head's bytes.
+        head: Vec<u8>,
+    },
+    /// Delete an object. Answer: [`Input::Deleted`].
+    Remove {
+        /// Its number.
+        job: Job,
+        /// Which one.
+        object: ObjectName,
+    },
     /// Copy the block's data into this buffer. Answer: [`Input::Filled`].
     Fill(Ticket, Buffer),
     /// The block is not taken.
@@ -117,7 +159,7 @@ pub enum Miss {
     Differs,
     /// Too much is in flight.
     Busy,
-    /// The disk failed.
+    /// The disk or the object store failed.
     Failed,
     /// What was read is not what was written (I2).
     Damaged,

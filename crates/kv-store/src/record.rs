@@ -29,7 +29,8 @@ use baton_types::hash_bytes;
 use crate::{Block, BlockKey, Identity, Place, Shape};
 
 const MAGIC: [u8; 8] = *b"baton-kv";
-const VERSION: u32 = 1;
+/// Version of the format.
+pub(crate) const VERSION: u32 = 1;
 /// Bytes before the tokens.
 const FIXED: usize = 96;
 /// Seed of the checksum.

@@ -20,6 +20,11 @@ pub struct Place {
     pub index: u32,
 }
 
+impl Place {
+    /// The place in the head of a block that is in no segment.
+    pub const NOWHERE: Place = Place { generation: 0, segment: 0, index: 0 };
+}
+
 /// Why a record is written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reason {

@@ -57,7 +57,8 @@ fn main() {
     for pool in pools {
         let mut first = None;
         for (policy, min_uses) in WAYS {
-            let found = play(Sizes { pool, host: host * pool, disk: disk * pool, policy, min_uses }, &prompts);
+            let found =
+                play(Sizes { pool, host: host * pool, disk: disk * pool, object: 0, policy, min_uses }, &prompts);
             let baseline = *first.get_or_insert(found.demoted + found.moved);
             print(pool, policy, min_uses, &found, all, baseline);
         }

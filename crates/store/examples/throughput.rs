@@ -104,7 +104,8 @@ impl Bench {
         let blocks = 2 * POOL as u64;
         let config = StoreConfig::new(self.shape.clone(), Identity::default(), blocks as u32, None);
         let store =
-            KvStore::open(Settings { config, directory: PathBuf::new(), threads: 0, about: None }, None).unwrap();
+            KvStore::open(Settings { config, directory: PathBuf::new(), objects: None, threads: 0, about: None }, None)
+                .unwrap();
         let parts: Vec<Part> = self.shape.parts(1).collect();
         let (mut buffers, mut target) =
             (Pages::new(blocks as usize * self.shape.stride()), Pages::new(self.pool.len()));
@@ -147,7 +148,8 @@ impl Bench {
         let disk = DiskConfig::of_size(2 * self.blocks * self.shape.stride() as u64, &self.shape).unwrap();
         let mut config = StoreConfig::new(self.shape.clone(), Identity::default(), BUFFERS, Some(disk));
         config.limits.writes = 16;
-        let settings = Settings { config, directory: self.directory.clone(), threads: self.threads, about: None };
+        let (directory, threads) = (self.directory.clone(), self.threads);
+        let settings = Settings { config, directory, objects: None, threads, about: None };
         KvStore::open(settings, None).unwrap()
     }
 

@@ -29,6 +29,16 @@ pub enum OpenError {
         /// The process, in its own namespace of processes, if it has said so.
         process: Option<u32>,
     },
+    /// The object store cannot be used.
+    #[error(
+        "KV store: cannot use the object store {url:?} (kv_object): {cause}; give s3://BUCKET/PREFIX or file:///DIRECTORY"
+    )]
+    Object {
+        /// Its URL.
+        url: String,
+        /// Why not.
+        cause: String,
+    },
     /// Memory or a thread cannot be had.
     #[error("KV store: cannot {doing}: {cause}; give the host tier less memory")]
     Host {
@@ -47,7 +57,9 @@ impl BatonError for OpenError {
     fn kind(&self) -> ErrorKind {
         match self {
             OpenError::Settings(error) => error.kind(),
-            OpenError::Directory { .. } | OpenError::InUse { .. } => ErrorKind::InvalidArgument,
+            OpenError::Directory { .. } | OpenError::InUse { .. } | OpenError::Object { .. } => {
+                ErrorKind::InvalidArgument
+            }
             OpenError::Host { .. } => ErrorKind::ResourceExhausted,
         }
     }

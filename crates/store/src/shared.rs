@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{Block, Buffer, Decline, Effect, Input, Miss, Shape, Store, Ticket, Tier};
+use baton_kv_store::{Block, Buffer, Decline, Effect, Identity, Input, Miss, Shape, Store, Ticket, Tier};
 use baton_types::Time;
+use tokio::sync::mpsc::UnboundedSender;
 
 use crate::Disk;
 use crate::memory::Memory;
+use crate::objects::Call;
 use crate::queue::{Queue, Work};
 use crate::store::{DiskTime, Event};
 
@@ -47,7 +49,10 @@ pub(crate) struct Shared {
     pub memory: Memory,
     pub queue: Arc<Queue>,
     pub disk: Option<Box<dyn Disk>>,
+    /// To the thread of the object store. Its calls are bounded by the core's limits.
+    pub objects: Mutex<Option<UnboundedSender<Call>>>,
     pub shape: Shape,
+    pub identity: Identity,
 }
 
 impl Shared {
@@ -101,6 +106,22 @@ impl Shared {
                     self.queue.push(Work::Write { job, place, from, head });
                     continue;
                 }
+                Effect::List { most } => {
+                    self.call(Call::List { most });
+                    continue;
+                }
+                Effect::Fetch { job, object, into, expect } => {
+                    self.call(Call::Fetch { job, object, into, expect });
+                    continue;
+                }
+                Effect::Upload { job, object, from, head } => {
+                    self.call(Call::Upload { job, object, from, head });
+                    continue;
+                }
+                Effect::Remove { job, object } => {
+                    self.call(Call::Remove { job, object });
+                    continue;
+                }
                 Effect::Sync(_) => {
                     self.queue.push(Work::Sync);
                     continue;
@@ -122,6 +143,15 @@ impl Shared {
             state.answers.insert(ticket, answer);
         }
         answered
+    }
+
+    /// Has the object store do something. When the store ends, nobody does it.
+    fn call(&self, call: Call) {
+        let thread = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.as_ref() {
+            // It ends with the store.
+            let _ = thread.send(call);
+        }
     }
 
     /// Takes the answer to a ticket; waits for it until `until`.
@@ -154,13 +184,13 @@ impl Shared {
         result
     }
 
-    /// Logs a failure of the disk, seldom enough.
-    pub fn note<T>(&self, doing: &'static str, result: &std::io::Result<T>) {
+    /// Logs a failure of the disk or of the object store, seldom enough.
+    pub fn note<T>(&self, who: &'static str, doing: &'static str, result: &std::io::Result<T>) {
         let Err(error) = result else { return };
         let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
         if logged.is_none_or(|at| at.elapsed() > LOG_EVERY) {
             *logged = Some(Instant::now());
-            tracing::warn!(%error, doing, "the KV store's disk fails; blocks are computed instead");
+            tracing::warn!(%error, doing, "the KV store's {who} fails; blocks are computed instead");
         }
     }
 }

@@ -5,14 +5,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, BlockName, Counters, Decline, Input, Miss, Shape, Store, StoreConfig, Tier};
+use baton_kv_store::{
+    BlockKey, BlockName, Counters, Decline, Input, Miss, Shape, Store, StoreConfig, Tier, object_bytes,
+};
 
 use crate::answers::{Filling, Pending, Reading};
 use crate::folder::FileName;
 use crate::memory::Memory;
 use crate::queue::Queue;
 use crate::shared::{Answer, Shared, State, Wake};
-use crate::{About, Disk, Files, OpenError, threads};
+use crate::{About, Disk, Files, Objects, OpenError, objects, threads};
 
 /// How long the end of a store waits for its disk.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -24,6 +26,8 @@ pub struct Settings {
     pub config: StoreConfig,
     /// The directory of the disk tier; needed if `config` has a disk.
     pub directory: PathBuf,
+    /// The object tier; needed if `config` has objects.
+    pub objects: Option<Objects>,
     /// Threads for the disk; reads and writes share them.
     pub threads: usize,
     /// What the disk's file is of. It is written beside the file, for those who look into the directory; None: they can only see its size.
@@ -69,25 +73,27 @@ pub struct KvStore {
 impl KvStore {
     /// Opens a store with its file. `wake` is called, on a thread of the store, when a [`Pending`] has an answer.
     pub fn open(settings: Settings, wake: Option<Wake>) -> Result<KvStore, OpenError> {
-        let Settings { config, directory, threads, about } = settings;
+        let Settings { config, directory, objects, threads, about } = settings;
         let files =
             config.disk.map(|size| Files::open(&directory, config.identity, &config.shape, size)).transpose()?;
         if let (Some(about), Some(size)) = (about, config.disk) {
             let (identity, stride) = (config.identity, config.shape.stride() as u64);
             about.write(&directory, FileName { identity, stride, records: size.records });
         }
-        KvStore::over(files.map(|files| Box::new(files) as Box<dyn Disk>), config, threads, wake)
+        KvStore::over(files.map(|files| Box::new(files) as Box<dyn Disk>), objects, config, threads, wake)
     }
 
-    /// Opens a store over a disk of the caller's.
+    /// Opens a store over a disk and an object store of the caller's.
     pub fn over(
         disk: Option<Box<dyn Disk>>,
+        objects: Option<Objects>,
         config: StoreConfig,
         threads: usize,
         wake: Option<Wake>,
     ) -> Result<KvStore, OpenError> {
         let threads = if disk.is_some() { threads.max(1) } else { 0 };
-        let (shape, buffers) = (config.shape.clone(), config.buffers as usize);
+        let (shape, identity, buffers) = (config.shape.clone(), config.identity, config.buffers as usize);
+        let (to_objects, calls) = tokio::sync::mpsc::unbounded_channel();
         let (answers, events) = (BTreeMap::new(), VecDeque::new());
         let state = State { core: Store::new(config)?, next: 0, answers, events, gap: false };
         let shared = Arc::new(Shared {
@@ -100,9 +106,14 @@ impl KvStore {
             times: Mutex::default(),
             queue: Arc::new(Queue::new(threads)),
             disk,
+            objects: Mutex::new(objects.is_some().then_some(to_objects)),
             shape,
+            identity,
         });
         let store = KvStore { shared };
+        if let Some(objects) = objects {
+            objects::start(&store.shared, objects, calls)?;
+        }
         store.shared.feed(Input::Tick);
         threads::start(&store.shared, threads)?;
         Ok(store)
@@ -179,7 +190,8 @@ impl KvStore {
         let state = self.shared.state();
         let config = state.core.config();
         let disk = config.disk.map_or(0, |disk| u64::from(disk.segments) * disk.segment_bytes(&config.shape));
-        [u64::from(config.buffers) * config.shape.stride() as u64, disk]
+        let object = config.object.map_or(0, |object| object.most * object_bytes(&config.shape));
+        [u64::from(config.buffers) * config.shape.stride() as u64, disk, object]
     }
 
     /// The shape of the blocks.
@@ -187,13 +199,13 @@ impl KvStore {
         &self.shared.shape
     }
 
-    /// Waits until the disk is scanned and has nothing to do. False: it has, after `limit`.
+    /// Waits until the disk is scanned, the object store is listed, and both have nothing to do. False: it has, after `limit`.
     pub fn settled(&self, limit: Duration) -> bool {
         let waited = self.shared.answered.wait_timeout_while(self.shared.state(), limit, |state| !state.core.idle());
         waited.is_ok_and(|(state, _)| state.core.idle())
     }
 
-    /// Writes to disk what is in host memory only and worth it, so that the next process finds it. False: it is not all written after `limit`.
+    /// Writes to disk, and uploads, what is in host memory only and worth it, so that the next process finds it. False: it is not all written after `limit`.
     pub fn flush(&self, limit: Duration) -> bool {
         self.shared.feed(Input::Flush);
         self.settled(limit)
@@ -212,6 +224,8 @@ impl KvStore {
 
 impl Drop for KvStore {
     fn drop(&mut self) {
+        // What the object store is doing is given up.
+        *self.shared.objects.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.shared.queue.stop();
         if !self.shared.queue.wait_all_left(PATIENCE) {
             tracing::warn!("the KV store's disk does not answer; its threads are left to themselves");

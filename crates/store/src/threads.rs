@@ -41,14 +41,14 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
     Some(match work {
         Work::Scan(segment) => {
             let heads = disk.scan(segment);
-            shared.note("scan", &heads);
+            shared.note("disk", "scan", &heads);
             Input::Scanned(segment, heads.ok())
         }
         Work::Read { job, place, into, expect } => {
             // SAFETY: the buffer is this read's until the core hears of its end.
             let record = unsafe { shared.memory.write(into, 0, stride) };
             let read = shared.timed(false, || disk.read(place, record));
-            shared.note("read", &read);
+            shared.note("disk", "read", &read);
             let checked = match read {
                 Ok(()) => check_record(&shared.shape, record, &expect).map_err(ReadError::Mismatch),
                 Err(_) => Err(ReadError::Io),
@@ -64,11 +64,11 @@ fn carry_out(shared: &Shared, work: Work) -> Option<Input> {
                 disk.write(place, unsafe { shared.memory.read(from, 0, stride) })
             };
             let written = shared.timed(true, write);
-            shared.note("write", &written);
+            shared.note("disk", "write", &written);
             Input::Written(job, written.is_ok())
         }
         Work::Sync => {
-            shared.note("sync", &disk.sync());
+            shared.note("disk", "sync", &disk.sync());
             return None;
         }
     })

@@ -115,6 +115,12 @@ baton_runtime::config! {
         kv_disk: Option<PathBuf> = None,
         /// Most space that KV takes in kv_disk.
         kv_disk_size: Bytes = Bytes::gib(10),
+        /// Object store for KV that host memory has no room for: s3://BUCKET/PREFIX, reached by AWS's variables (AWS_ENDPOINT_URL, AWS_REGION,
+        /// AWS_ACCESS_KEY_ID, …), or file:///DIRECTORY of a file system that hosts share. It outlives the worker. Needs kv_host, where blocks pass
+        /// through.
+        kv_object: Option<String> = None,
+        /// Most space that KV takes in kv_object.
+        kv_object_size: Bytes = Bytes::gib(100),
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
         /// Layers of full attention see only the first tokens and this many of the last, so that a stream can run past the model's context;
@@ -191,6 +197,11 @@ baton_runtime::config! {
 }
 
 impl WorkerConfig {
+    /// Whether KV is kept below the pool.
+    pub(crate) fn keeps_kv(&self) -> bool {
+        self.kv_host.0 > 0 || self.kv_disk.is_some() || self.kv_object.is_some()
+    }
+
     /// The transfer settings as the transfer engine takes them.
     pub fn transfer_limits(&self) -> TransferLimits {
         TransferLimits {

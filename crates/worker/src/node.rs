@@ -162,7 +162,7 @@ impl Node {
         gauge!(names::PACK_TOKENS).set(f64::from(limits.pack_tokens.min(limits.token_budget)));
         let mut engine = Engine::new(limits, &geometry)?;
         engine.note_cache_changes();
-        if config.kv_host.0 > 0 || config.kv_disk.is_some() {
+        if config.keeps_kv() {
             engine.note_ended();
         }
         let node =
@@ -180,7 +180,7 @@ impl Node {
         let store = tiers::open(&node, &backend)?;
         let of_store = store.clone();
         let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
-        let load_seconds = tiers.as_ref().map(|tiers| tiers.load_seconds(node.config.kv_disk.is_some()));
+        let load_seconds = tiers.as_ref().map(TiersShell::load_seconds);
         let shells = Shells {
             role,
             exchange: Some(exchange),

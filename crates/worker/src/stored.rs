@@ -82,6 +82,7 @@ fn bit(tier: Tier) -> u8 {
     match tier {
         Tier::Host => 1,
         Tier::Disk => 2,
+        Tier::Object => 4,
     }
 }
 
@@ -98,8 +99,10 @@ mod tests {
         let mut told = |event| stored.change(event);
         assert_eq!(told(Event::Stored(A, Tier::Host)), Some(Cached::Stored(A)));
         assert_eq!(told(Event::Stored(A, Tier::Disk)), None);
+        assert_eq!(told(Event::Stored(A, Tier::Object)), None);
         assert_eq!(told(Event::Removed(A, Tier::Host)), None, "it is still on disk");
-        assert_eq!(told(Event::Removed(A, Tier::Disk)), Some(Cached::Removed(A)));
+        assert_eq!(told(Event::Removed(A, Tier::Disk)), None, "it is still in the object store");
+        assert_eq!(told(Event::Removed(A, Tier::Object)), Some(Cached::Removed(A)));
         assert_eq!(told(Event::Removed(B, Tier::Disk)), None, "nobody was told of it");
         assert!(stored.0.is_empty(), "what is gone takes no memory");
     }

@@ -1,8 +1,9 @@
-//! The shell around the tiers below the pool (`baton_roles::tiers`): the worker's own store in host memory and on disk, and the threads that copy
+//! The shell around the tiers below the pool (`baton_roles::tiers`): the worker's own store in host memory, on disk and in an object store, and the threads that copy
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
 mod copier;
 pub(crate) mod memory;
+mod pace;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,15 +13,16 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Exchange as Prefix, NewSequence, Prefix as CacheKey};
-use baton_kv_store::{DiskConfig, Identity, Shape, StoreConfig, Tier};
+use baton_kv_store::{Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
 use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move};
 use baton_runtime::metrics as names;
-use baton_store::{About, KvStore, Settings};
+use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
 use copier::Copier;
 use memory::Memory;
 use metrics::{counter, gauge};
+use pace::Paces;
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
@@ -35,10 +37,6 @@ const DISK_THREADS: usize = 4;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
-/// Nanoseconds that a byte takes, before one was loaded: 1 GB/s.
-const FIRST_PACE: f64 = 1.0;
-/// How fast the measured pace follows.
-const FOLLOW: f64 = 0.2;
 /// How many blocks a load may be shorter than what is held, where a layer group lacks some.
 const MOST_SHORTER: usize = 64;
 /// Metrics are updated so often.
@@ -53,8 +51,7 @@ pub(crate) struct TiersShell {
     /// Bytes of a block in the store.
     block_bytes: usize,
     layout: KvLayout,
-    /// Nanoseconds that a byte takes to load, as bits of an f64: from host memory, from disk.
-    pace: Arc<[AtomicU64; 2]>,
+    pace: Arc<Paces>,
     loads: mpsc::Sender<Load>,
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way; set: it is given up.
@@ -72,49 +69,68 @@ struct Load {
 
 /// Checks the settings and opens the store; `None`: there is none.
 pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, WorkerError> {
-    let WorkerConfig { kv_host, kv_disk, kv_disk_size, .. } = &node.config;
-    if kv_host.0 == 0 && kv_disk.is_none() {
+    let WorkerConfig { kv_host, kv_disk, kv_disk_size, kv_object, kv_object_size, .. } = &node.config;
+    if !node.config.keeps_kv() {
         return Ok(None);
     }
     let shape = Shape::new(&node.geometry.layout).map_err(store_error)?;
-    let least = if kv_disk.is_some() { 8 * shape.stride() } else { shape.stride() } as u64;
-    let must = format!("at least {least} bytes for blocks of this model; kv_disk needs some host memory, too");
+    let below = kv_disk.is_some() || kv_object.is_some();
+    let least = if below { 8 * shape.stride() } else { shape.stride() } as u64;
+    let must =
+        format!("at least {least} bytes for blocks of this model; kv_disk and kv_object need some host memory, too");
     check(kv_host.0 >= least, "kv_host", kv_host, must)?;
     let slots = u32::try_from(kv_host.0 / shape.stride() as u64).unwrap_or(u32::MAX);
-    let identity = identity(node, backend);
-    let disk =
-        kv_disk.as_ref().map(|_| DiskConfig::of_size(kv_disk_size.0, &shape).map_err(store_error)).transpose()?;
-    let config = StoreConfig::new(shape, identity, slots, disk);
-    let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
+    let disk = kv_disk.as_ref().map(|_| DiskConfig::of_size(kv_disk_size.0, &shape));
+    let object = kv_object.as_ref().map(|_| ObjectConfig::of_size(kv_object_size.0, &shape));
+    let config = StoreConfig {
+        object: object.transpose().map_err(store_error)?,
+        ..StoreConfig::new(shape, identity(node, backend), slots, disk.transpose().map_err(store_error)?)
+    };
     let about = About {
         model: node.config.model.to_string(),
         backend: backend.to_owned(),
         tp: node.config.tp,
         layout: node.geometry.layout.clone(),
     };
-    let store = KvStore::open(Settings { config, directory, threads: DISK_THREADS, about: Some(about) }, None)?;
-    Ok(Some(Arc::new(store)))
+    let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
+    let objects = kv_object.as_deref().map(Objects::open).transpose()?;
+    let settings = Settings { config, directory, objects, threads: DISK_THREADS, about: Some(about) };
+    Ok(Some(Arc::new(KvStore::open(settings, None)?)))
 }
 
 /// What the tiers of a store hold, for the worker's status.
 pub(crate) fn told(store: &KvStore) -> Vec<v1::KvTier> {
-    let (counters, limits, stride) = (store.counters(), store.limit_bytes(), store.shape().stride() as u64);
+    let (counters, limits, shape) = (store.counters(), store.limit_bytes(), store.shape());
     let of = |(at, tier): (usize, Tier)| {
         let blocks = store.blocks(tier);
-        let written = if tier == Tier::Disk { counters.written_bytes.iter().sum() } else { 0 };
+        let each = if tier == Tier::Object { object_bytes(shape) } else { shape.stride() as u64 };
         let there = v1::KvTier {
             tier: tier.as_str().to_owned(),
             blocks,
-            bytes: blocks * stride,
+            bytes: blocks * each,
             limit_bytes: limits[at],
             hit_tokens: Some(counters.hit_tokens[at]),
             verify_failures: counters.verify_failures[at],
-            written_bytes: written,
+            written_bytes: written(&counters, tier),
         };
         // A tier that the worker does not have is not told of.
         (limits[at] > 0).then_some(there)
     };
     Tier::ALL.into_iter().enumerate().filter_map(of).collect()
+}
+
+/// The lowest of the tiers that there are.
+fn lowest(limits: [u64; Tier::ALL.len()]) -> Tier {
+    Tier::ALL.into_iter().rev().find(|tier| limits[*tier as usize] > 0).unwrap_or(Tier::Host)
+}
+
+/// Bytes written to a tier, of those that outlive the worker.
+fn written(counters: &Counters, tier: Tier) -> u64 {
+    match tier {
+        Tier::Host => 0,
+        Tier::Disk => counters.written_bytes.iter().sum(),
+        Tier::Object => counters.uploaded_bytes,
+    }
 }
 
 fn store_error(error: baton_kv_store::StoreError) -> WorkerError {
@@ -150,7 +166,7 @@ impl TiersShell {
             Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead, garbled: Arc::clone(&garbled) })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
-        let pace = Arc::new([FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits())));
+        let pace = Arc::new(Paces::new());
         let (loads, to_load) = mpsc::channel::<Load>();
         let (saves, to_save) = mpsc::channel::<Box<Move>>();
         let (paces, tell) = (Arc::clone(&pace), commands.clone());
@@ -173,11 +189,11 @@ impl TiersShell {
         Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted, garbled })
     }
 
-    /// Tells how many seconds a token takes to load: from disk, if there is one, since most blocks are there.
-    pub fn load_seconds(&self, disk: bool) -> impl Fn() -> f64 + Send + Sync + use<> {
-        let (pace, from) = (Arc::clone(&self.pace), place(if disk { Tier::Disk } else { Tier::Host }));
+    /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
+    pub fn load_seconds(&self) -> impl Fn() -> f64 + Send + Sync + use<> {
+        let (pace, lowest) = (Arc::clone(&self.pace), lowest(self.store.limit_bytes()));
         let token_bytes = self.block_bytes as f64 / f64::from(self.layout.block_size);
-        move || f64::from_bits(pace[from].load(Ordering::Relaxed)) * token_bytes / 1e9
+        move || pace.of(lowest) * token_bytes / 1e9
     }
 
     /// What to load for a prompt that comes next.
@@ -201,7 +217,7 @@ impl TiersShell {
         if (blocks as u32) * size < LEAST {
             return None;
         }
-        let nanos = |(tier, _): &(Tier, u32)| f64::from_bits(self.pace[place(*tier)].load(Ordering::Relaxed));
+        let nanos = |(tier, _): &(Tier, u32)| self.pace.of(*tier);
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
         let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
@@ -260,13 +276,14 @@ impl TiersShell {
             counter!(names::TIER_HIT_TOKENS, "tier" => name).absolute(counters.hit_tokens[at]);
             counter!(names::TIER_READ_BYTES, "tier" => name).absolute(counters.hit_bytes[at]);
             counter!(names::TIER_VERIFY_FAILURES, "tier" => name).absolute(counters.verify_failures[at]);
+            counter!(names::TIER_WRITTEN_BYTES, "tier" => name).absolute(written(&counters, tier));
         }
         let garbled = self.garbled.load(Ordering::Relaxed);
         if garbled > 0 {
             counter!(names::TIER_VERIFY_FAILURES, "tier" => "device").absolute(garbled);
         }
-        counter!(names::TIER_WRITTEN_BYTES).absolute(counters.written_bytes.iter().sum());
         counter!(names::TIER_DISK_ERRORS).absolute(counters.disk_errors);
+        counter!(names::TIER_OBJECT_ERRORS).absolute(counters.object_errors);
     }
 }
 
@@ -284,19 +301,6 @@ fn usable(layout: &KvLayout, held: &[(Tier, u32)]) -> usize {
         (0..*blocks).all(|at| lacks(layout, tokens, at, held[at].1) == 0)
     };
     (1..=held.len()).rev().take(MOST_SHORTER).find(whole).unwrap_or(0)
-}
-
-fn place(tier: Tier) -> usize {
-    match tier {
-        Tier::Host => 0,
-        Tier::Disk => 1,
-    }
-}
-
-/// Takes in how long a block took.
-fn follow(pace: &AtomicU64, took: Duration, bytes: usize) {
-    let (old, new) = (f64::from_bits(pace.load(Ordering::Relaxed)), took.as_nanos() as f64 / bytes.max(1) as f64);
-    pace.store((old + FOLLOW * (new - old)).to_bits(), Ordering::Relaxed);
 }
 
 #[cfg(test)]

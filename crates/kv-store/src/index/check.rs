@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Index, tiers};
+use super::{Index, TIERS, tiers};
 use crate::StoreError;
 
 impl Index {
     /// Checks everything, in time linear in the blocks.
     pub fn check(&self) -> Result<(), StoreError> {
         let broken = |what: String| Err(StoreError::Broken(what));
-        let mut children = BTreeMap::<_, [u32; 2]>::new();
-        let (mut orders, mut held, mut pinned) = ([BTreeSet::new(), BTreeSet::new()], [0; 2], 0);
+        let mut children = BTreeMap::<_, [u32; TIERS]>::new();
+        let (mut orders, mut held, mut pinned) = (<[BTreeSet<_>; TIERS]>::default(), [0; TIERS], 0);
         for (name, node) in &self.nodes {
             for (tier, kept) in node.keeps().into_iter().enumerate().filter(|(_, kept)| *kept > 0) {
                 children.entry(node.parent).or_default()[tier] += kept;
@@ -22,7 +22,7 @@ impl Index {
                 held[tier] += tiers(node)[tier];
             }
             pinned += u32::from(node.pinned);
-            if tiers(node) == [0; 2] {
+            if tiers(node) == [0; TIERS] {
                 return broken(format!("{name:?} is in the index and in no tier"));
             }
         }

@@ -1,7 +1,8 @@
 //! Which blocks are stored, in which tiers, and which is evicted next.
 //!
 //! A block is reached only through all blocks before it, so one without its parent is worth nothing. A tier therefore evicts leaves first:
-//! blocks that none of its other blocks follows. From disk, which is the last tier, a block also stays while a block in host memory follows it.
+//! blocks that none of its other blocks follows. From a slower tier a block also stays while a
+//! block in a faster one follows it.
 //! A parent may be missing all the same: it may still be in a pool, or was found damaged.
 
 mod check;
@@ -23,9 +24,14 @@ pub enum Tier {
     Host,
     /// Local disk.
     Disk,
+    /// Object store.
+    Object,
 }
 
-baton_types::words!(Tier { Host = "host", Disk = "disk" });
+/// Number of tiers.
+const TIERS: usize = Tier::ALL.len();
+
+baton_types::words!(Tier { Host = "host", Disk = "disk", Object = "object" });
 
 /// A block's copy in host memory.
 #[derive(Clone, Debug)]
@@ -47,16 +53,19 @@ pub(crate) struct Node {
     pub pinned: bool,
     pub host: Option<HostCopy>,
     pub disk: Option<Place>,
+    /// Whether it is in the object store.
+    pub object: bool,
 }
 
 impl Node {
     pub fn new(parent: BlockName, groups: u32, usage: Usage) -> Node {
-        Node { parent, groups, usage, pinned: false, host: None, disk: None }
+        Node { parent, groups, usage, pinned: false, host: None, disk: None, object: false }
     }
 
-    /// Whether it keeps its parent in host memory, and on disk.
-    fn keeps(&self) -> [u32; 2] {
-        [u32::from(self.host.as_ref().is_some_and(|copy| !copy.writing)), u32::from(self.disk.is_some())]
+    /// Whether it keeps its parent, by tier.
+    fn keeps(&self) -> [u32; TIERS] {
+        let host = self.host.as_ref().is_some_and(|copy| !copy.writing);
+        [host, self.disk.is_some(), self.object].map(u32::from)
     }
 }
 
@@ -64,11 +73,11 @@ impl Node {
 #[derive(Debug)]
 pub(crate) struct Index {
     nodes: BTreeMap<BlockName, Node>,
-    /// For each parent, here or not: how many blocks keep it in host memory, and on disk.
-    children: BTreeMap<BlockName, [u32; 2]>,
+    /// For each parent, here or not: how many blocks keep it, by tier.
+    children: BTreeMap<BlockName, [u32; TIERS]>,
     /// What may be evicted from each tier, in order.
-    orders: [BTreeSet<(Rank, BlockName)>; 2],
-    held: [u64; 2],
+    orders: [BTreeSet<(Rank, BlockName)>; TIERS],
+    held: [u64; TIERS],
     pub pinned: u32,
     pub ranking: Ranking,
 }
@@ -78,8 +87,8 @@ impl Index {
         Index {
             nodes: BTreeMap::new(),
             children: BTreeMap::new(),
-            orders: [BTreeSet::new(), BTreeSet::new()],
-            held: [0; 2],
+            orders: Default::default(),
+            held: [0; TIERS],
             pinned: 0,
             ranking: Ranking::new(policy),
         }
@@ -112,7 +121,7 @@ impl Index {
             order.remove(&(rank, name));
         }
         how(&mut node, &mut self.ranking);
-        let gone = tiers(&node) == [0; 2];
+        let gone = tiers(&node) == [0; TIERS];
         node.pinned &= !gone;
         let (parent, after) = (node.parent, node.keeps());
         for (tier, now) in tiers(&node).into_iter().enumerate() {
@@ -125,8 +134,8 @@ impl Index {
         }
         if before != after {
             let kept = self.children.entry(parent).or_default();
-            *kept = [0, 1].map(|tier| kept[tier] + after[tier] - before[tier]);
-            if *kept == [0; 2] {
+            *kept = std::array::from_fn(|tier| kept[tier] + after[tier] - before[tier]);
+            if *kept == [0; TIERS] {
                 self.children.remove(&parent);
             }
             self.list(parent);
@@ -165,17 +174,18 @@ impl Index {
         }
     }
 
-    /// Whether host memory, and the disk, may evict a block.
-    fn evictable(&self, name: BlockName, node: &Node) -> [bool; 2] {
+    /// Whether each tier may evict a block: one that no block of this tier or a faster one follows.
+    fn evictable(&self, name: BlockName, node: &Node) -> [bool; TIERS] {
         let kept = self.children.get(&name).copied().unwrap_or_default();
         let host = node.host.as_ref().is_some_and(|copy| !copy.busy && !copy.writing);
-        [host && !node.pinned && kept[0] == 0, node.disk.is_some() && !node.pinned && kept == [0; 2]]
+        let here = [host, node.disk.is_some(), node.object];
+        std::array::from_fn(|tier| here[tier] && !node.pinned && kept[..=tier].iter().all(|kept| *kept == 0))
     }
 }
 
-/// Copies in host memory, and on disk.
-fn tiers(node: &Node) -> [u64; 2] {
-    [u64::from(node.host.is_some()), u64::from(node.disk.is_some())]
+/// Copies by tier.
+fn tiers(node: &Node) -> [u64; TIERS] {
+    [node.host.is_some(), node.disk.is_some(), node.object].map(u64::from)
 }
 
 #[cfg(test)]
@@ -208,6 +218,7 @@ mod tests {
                 match tier {
                     Tier::Host => node.host = None,
                     Tier::Disk => node.disk = None,
+                    Tier::Object => node.object = false,
                 }
             },
         );

@@ -6,7 +6,7 @@ use super::Store;
 use crate::{Buffer, Policy, Reason, Tier};
 
 /// Most blocks that wait to be written ahead (I5).
-const MOST_AHEAD: usize = 1 << 16;
+pub(super) const MOST_AHEAD: usize = 1 << 16;
 
 impl Store {
     /// Sees to it that a few buffers are free, so that a put never waits for the disk. Evicts what is on disk or not worth a write, and begins to

@@ -10,7 +10,7 @@ use crate::{Block, Buffer, Effect, Head, Job, Place, Reason, Tier};
 const FIRST_PAUSE_MS: u64 = 1000;
 const LONGEST_PAUSE_MS: u64 = 60_000;
 
-/// When writes go on after a failure.
+/// When writes, or calls of the object store, go on after a failure.
 #[derive(Debug)]
 pub(super) struct Pause {
     until: Time,
@@ -28,7 +28,7 @@ impl Pause {
         now >= self.until
     }
 
-    fn failed(&mut self, now: Time) {
+    pub fn failed(&mut self, now: Time) {
         // Writes that were in flight beside the one that failed say nothing new.
         if self.over(now) {
             self.until = now.after_ms(self.next_ms);
@@ -36,7 +36,7 @@ impl Pause {
         }
     }
 
-    fn succeeded(&mut self) {
+    pub fn succeeded(&mut self) {
         self.next_ms = FIRST_PAUSE_MS;
     }
 }

@@ -2,8 +2,8 @@
 
 use baton_kv_cache::BlockName;
 
-use super::{Flight, Store, Waiting};
-use crate::{Block, BlockKey, Buffer, Effect, Expect, Job, Miss, Place, ReadError, Ticket, Tier};
+use super::{Flight, Source, Store, Waiting};
+use crate::{Block, BlockKey, Buffer, Effect, Expect, Job, Miss, ObjectName, Place, ReadError, Ticket, Tier};
 
 impl Store {
     pub(super) fn get(&mut self, ticket: Ticket, wanted: BlockKey) {
@@ -27,10 +27,14 @@ impl Store {
         if wanted.groups & !node.groups != 0 {
             return Err(Miss::Differs);
         }
-        let place = node.disk.ok_or(Miss::Absent)?;
+        let from = match node.disk {
+            Some(place) => Source::Disk(place),
+            None if self.reachable() => Source::Object,
+            None => return Err(Miss::Failed),
+        };
         let job = match self.reading.get(&wanted.name) {
             Some(job) => *job,
-            None => self.read_up(&wanted, place)?,
+            None => self.read_up(&wanted, from)?,
         };
         if let Some(Flight::Get { tickets, .. }) = self.flights.get_mut(&job) {
             tickets.push(ticket);
@@ -39,16 +43,29 @@ impl Store {
         Ok(())
     }
 
-    /// Begins to read a block from disk into host memory.
-    fn read_up(&mut self, wanted: &BlockKey, place: Place) -> Result<Job, Miss> {
+    /// Begins to bring a block into host memory.
+    fn read_up(&mut self, wanted: &BlockKey, from: Source) -> Result<Job, Miss> {
         let name = wanted.name;
-        if self.reading.len() >= self.config.limits.reads as usize {
+        let fetches = self.objects.as_ref().map_or(0, |objects| objects.fetching);
+        let most = self.config.limits.fetches;
+        let fetch = matches!(from, Source::Object);
+        if (fetch && fetches >= most) || self.reading.len() - fetches as usize >= self.config.limits.reads as usize {
             return Err(Miss::Busy);
         }
         let buffer = self.buffer().ok_or(Miss::Busy)?;
-        let job = self.fly(Flight::Get { name, place, buffer, tickets: Vec::new() });
+        let node = self.index.get(name).map(|node| (node.parent, node.groups));
+        let job = self.fly(Flight::Get { name, from, buffer, tickets: Vec::new() });
         self.reading.insert(name, job);
-        self.read_record(job, place, buffer, name);
+        match from {
+            Source::Disk(place) => self.read_record(job, place, buffer, name),
+            Source::Object => {
+                let (parent, groups) = node.unwrap_or((wanted.parent, wanted.groups));
+                self.objects.iter_mut().for_each(|objects| objects.fetching += 1);
+                let expect = Expect { identity: self.config.identity, place: Place::NOWHERE, name };
+                let object = ObjectName { name, parent, groups };
+                self.effects.push_back(Effect::Fetch { job, object, into: buffer, expect });
+            }
+        }
         Ok(job)
     }
 
@@ -65,10 +82,19 @@ impl Store {
             return;
         }
         match self.flights.remove(&job) {
-            Some(Flight::Get { name, place, buffer, tickets }) => {
-                self.read_ended(name, place, &result);
+            Some(Flight::Get { name, from, buffer, tickets }) => {
+                let tier = match from {
+                    Source::Disk(place) => {
+                        self.read_ended(name, place, &result);
+                        Tier::Disk
+                    }
+                    Source::Object => {
+                        self.fetch_ended(name, &result);
+                        Tier::Object
+                    }
+                };
                 self.reading.remove(&name);
-                self.come_up(buffer, tickets, result);
+                self.come_up(tier, buffer, tickets, result);
             }
             Some(Flight::Move { name, place, buffer }) => {
                 self.read_ended(name, place, &result);
@@ -87,21 +113,37 @@ impl Store {
         match result {
             Ok(_) => return,
             Err(ReadError::Mismatch(_)) => self.counters.verify_failures[Tier::Disk as usize] += 1,
-            Err(ReadError::Io) => self.counters.disk_errors += 1,
+            Err(ReadError::Io | ReadError::Absent) => self.counters.disk_errors += 1,
         }
         if self.index.get(name).is_some_and(|node| node.disk == Some(place)) {
             self.drop_copy(name, Tier::Disk);
         }
     }
 
+    /// Accounts for a fetch. An object that is not there, or is not what it should be, is forgotten. One that did not come may come later.
+    fn fetch_ended(&mut self, name: BlockName, result: &Result<Block, ReadError>) {
+        self.objects.iter_mut().for_each(|objects| objects.fetching -= 1);
+        match result {
+            Ok(_) => {
+                self.counters.read_bytes += crate::object_bytes(&self.config.shape);
+                return self.call_succeeded();
+            }
+            Err(ReadError::Io) => return self.call_failed(),
+            Err(ReadError::Absent) => {}
+            Err(ReadError::Mismatch(_)) => self.counters.verify_failures[Tier::Object as usize] += 1,
+        }
+        self.drop_copy(name, Tier::Object);
+    }
+
     /// Hands a block that was read to those who wait for it.
-    fn come_up(&mut self, buffer: Buffer, tickets: Vec<Ticket>, result: Result<Block, ReadError>) {
+    fn come_up(&mut self, tier: Tier, buffer: Buffer, tickets: Vec<Ticket>, result: Result<Block, ReadError>) {
         let block = match result {
             Ok(block) => block,
             Err(error) => {
                 self.buffers.release(buffer);
                 let why = match error {
                     ReadError::Io => Miss::Failed,
+                    ReadError::Absent => Miss::Absent,
                     ReadError::Mismatch(_) => Miss::Damaged,
                 };
                 for ticket in tickets {
@@ -118,7 +160,7 @@ impl Store {
             let copy = self.index.get(name).and_then(|node| node.host.as_ref());
             let found = copy.filter(|copy| copy.block.key.serves(&wanted).is_ok());
             match found.map(|copy| (copy.buffer, copy.block.clone())) {
-                Some((buffer, block)) => self.hand_out(ticket, buffer, block, Tier::Disk),
+                Some((buffer, block)) => self.hand_out(ticket, buffer, block, tier),
                 None => self.miss(ticket, Miss::Differs),
             }
         }

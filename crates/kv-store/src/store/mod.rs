@@ -3,6 +3,7 @@
 mod demote;
 mod disk;
 mod get;
+mod objects;
 mod put;
 mod reclaim;
 mod recover;
@@ -19,11 +20,12 @@ use crate::config::MOVING;
 use crate::index::Index;
 use crate::segments::Segments;
 use crate::{
-    Block, BlockKey, Buffer, Counters, Effect, Input, Job, Place, Policy, Reason, Sketch, StoreConfig, StoreError,
-    Ticket, Tier,
+    Block, BlockKey, Buffer, Counters, Effect, Input, Job, ObjectName, Place, Policy, Reason, Sketch, StoreConfig,
+    StoreError, Ticket, Tier,
 };
 
 use disk::Pause;
+use objects::Objects;
 use reclaim::Reclaim;
 use recover::Recovery;
 
@@ -41,15 +43,26 @@ enum Waiting {
     Lease { buffer: Buffer, name: BlockName },
 }
 
-/// What the disk is doing.
+/// Where a block comes up from.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    Disk(Place),
+    Object,
+}
+
+/// What the disk and the object store are doing.
 #[derive(Debug)]
 enum Flight {
     /// A block comes up.
-    Get { name: BlockName, place: Place, buffer: Buffer, tickets: Vec<Ticket> },
+    Get { name: BlockName, from: Source, buffer: Buffer, tickets: Vec<Ticket> },
     /// A block that moves is read.
     Move { name: BlockName, place: Place, buffer: Buffer },
     /// A block is written; it moves from `old`, if it was on disk before.
     Write { block: Block, place: Place, buffer: Buffer, old: Option<Place> },
+    /// An object is put.
+    Upload { object: ObjectName, buffer: Buffer },
+    /// An object is deleted.
+    Remove { object: ObjectName },
 }
 
 /// The disk tier.
@@ -74,8 +87,9 @@ pub struct Store {
     buffers: Buffers,
     sketch: Sketch,
     disk: Option<Disk>,
+    objects: Option<Objects>,
     waiting: BTreeMap<Ticket, Waiting>,
-    /// Blocks being filled, and blocks being read from disk.
+    /// Blocks being filled, and blocks being read from disk or fetched.
     filling: BTreeMap<BlockName, Ticket>,
     reading: BTreeMap<BlockName, Job>,
     flights: BTreeMap<Job, Flight>,
@@ -103,12 +117,14 @@ impl Store {
             None => None,
         };
         let records = config.disk.map_or(0, |disk| u64::from(disk.segments) * u64::from(disk.records));
-        let blocks = records + u64::from(config.buffers);
+        let objects = config.object.map_or(0, |object| object.most);
+        let blocks = records + objects + u64::from(config.buffers);
         let mut store = Store {
             index: Index::new(config.policy),
             buffers,
             sketch: Sketch::new(config.sample.unwrap_or(10 * blocks)),
             disk,
+            objects: config.object.map(Objects::new),
             waiting: BTreeMap::new(),
             filling: BTreeMap::new(),
             reading: BTreeMap::new(),
@@ -120,6 +136,7 @@ impl Store {
             config,
         };
         store.scan_on();
+        store.objects_on();
         Ok(store)
     }
 
@@ -130,6 +147,7 @@ impl Store {
             Input::Seen(names) => names.into_iter().for_each(|name| {
                 self.sketch.add(name);
                 self.look_at(name);
+                self.look_up(name);
             }),
             Input::Put(ticket, key) => self.put(ticket, key),
             Input::Filled(ticket, digests) => self.filled(ticket, digests),
@@ -141,12 +159,19 @@ impl Store {
             Input::Read(job, result) => self.read(job, result),
             Input::Written(job, ok) => self.written(job, ok),
             Input::Scanned(segment, heads) => self.scanned(segment, heads),
-            Input::Flush => self.flush(),
+            Input::Listed(found) => self.listed(found),
+            Input::Uploaded(job, ok) => self.uploaded(job, ok),
+            Input::Deleted(job, ok) => self.removed(job, ok),
+            Input::Flush => {
+                self.flush();
+                self.flush_objects();
+            }
             Input::Tick => {}
         }
         self.reclaim_on();
         self.demote_on();
         self.flush_on();
+        self.objects_on();
     }
 
     /// The next thing to be done.
@@ -154,10 +179,11 @@ impl Store {
         self.effects.pop_front()
     }
 
-    /// The fastest tier that has a block. Whether its tokens are those that are wanted shows when it is read.
+    /// The fastest tier that has a block; not the object store while its calls rest. Whether its tokens are those that are wanted shows when it is read.
     pub fn tier(&self, name: BlockName) -> Option<Tier> {
         let node = self.index.get(name)?;
-        Some(if node.host.is_some() { Tier::Host } else { Tier::Disk })
+        let has = [node.host.is_some(), node.disk.is_some(), node.object && self.reachable()];
+        Tier::ALL.into_iter().find(|tier| has[*tier as usize])
     }
 
     /// How many leading blocks of a prompt are held, and in which tier each is.
@@ -174,8 +200,8 @@ impl Store {
     /// Every block in every tier: what somebody who has missed events has to know.
     pub fn snapshot(&self) -> impl Iterator<Item = (BlockName, Tier)> {
         self.index.all().flat_map(|(name, node)| {
-            let tiers = [node.host.as_ref().map(|_| Tier::Host), node.disk.map(|_| Tier::Disk)];
-            tiers.into_iter().flatten().map(move |tier| (name, tier))
+            let has = [node.host.is_some(), node.disk.is_some(), node.object];
+            Tier::ALL.into_iter().filter(move |tier| has[*tier as usize]).map(move |tier| (name, tier))
         })
     }
 
@@ -199,9 +225,10 @@ impl Store {
         self.disk.as_ref().is_none_or(|disk| disk.segments.known())
     }
 
-    /// Whether the disk has nothing to do.
+    /// Whether the disk and the object store have nothing to do.
     pub fn idle(&self) -> bool {
-        self.recovered() && self.flights.is_empty()
+        let listing = self.objects.as_ref().is_some_and(Objects::asked);
+        self.recovered() && self.flights.is_empty() && !listing
     }
 
     /// Checks all accounts (I6), in time linear in the blocks.
@@ -212,8 +239,13 @@ impl Store {
             Waiting::Fill { buffer, .. } | Waiting::Lease { buffer, .. } => Some(*buffer),
             Waiting::Read { .. } => None,
         });
-        let flights = self.flights.values().map(|flight| match flight {
-            Flight::Get { buffer, .. } | Flight::Move { buffer, .. } | Flight::Write { buffer, .. } => *buffer,
+        self.check_objects()?;
+        let flights = self.flights.values().filter_map(|flight| match flight {
+            Flight::Get { buffer, .. }
+            | Flight::Move { buffer, .. }
+            | Flight::Write { buffer, .. }
+            | Flight::Upload { buffer, .. } => Some(*buffer),
+            Flight::Remove { .. } => None,
         });
         let moving = self.disk.iter().flat_map(|disk| disk.moving.iter().copied());
         self.buffers.check(held.chain(waiting).chain(flights).chain(moving))?;
@@ -264,10 +296,14 @@ impl Store {
 
     /// Drops a block's copy in a tier. Its buffer is free when nobody uses it any more.
     fn drop_copy(&mut self, name: BlockName, tier: Tier) {
-        let (mut buffer, mut place) = (None, None);
+        let (mut buffer, mut place, mut object) = (None, None, None);
         self.index.update(name, |node| match tier {
             Tier::Host => buffer = node.host.take().map(|copy| copy.buffer),
             Tier::Disk => place = node.disk.take(),
+            Tier::Object => {
+                let (parent, groups) = (node.parent, node.groups);
+                object = std::mem::take(&mut node.object).then_some(ObjectName { name, parent, groups });
+            }
         });
         if let Some(buffer) = buffer {
             self.buffers.release(buffer);
@@ -275,7 +311,10 @@ impl Store {
         if let (Some(place), Some(disk)) = (place, &mut self.disk) {
             disk.segments.dead(place);
         }
-        if buffer.is_some() || place.is_some() {
+        if let Some(object) = object {
+            self.doom(object);
+        }
+        if buffer.is_some() || place.is_some() || object.is_some() {
             self.effects.push_back(Effect::Removed(name, tier));
         }
     }

@@ -75,5 +75,6 @@ impl Store {
         );
         self.effects.push_back(Effect::Stored(name, Tier::Host));
         self.look_at(name);
+        self.look_up(name);
     }
 }

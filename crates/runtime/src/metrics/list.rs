@@ -116,7 +116,7 @@ metrics! {
     "KV store" {
         LOADED_TOKENS: counter "baton_kv_loaded_tokens_total" by "" of "workers",
             "tokens of prefixes loaded from the worker's [KV store](kv-store.md), which need not be computed";
-        TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk)" of "workers",
+        TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk, object)" of "workers",
             "blocks in the worker's KV store";
         TIER_HIT_TOKENS: counter "baton_kv_tier_hit_tokens_total" by "`tier`" of "workers",
             "tokens of blocks that the store handed out";
@@ -124,10 +124,12 @@ metrics! {
             "KV that the store handed out";
         TIER_VERIFY_FAILURES: counter "baton_kv_tier_verify_failures_total" by "`tier`" of "workers",
             "stored blocks that were not as they were stored; they are computed";
-        TIER_WRITTEN_BYTES: counter "baton_kv_tier_written_bytes_total" by "" of "workers",
-            "bytes written to the store's disk";
+        TIER_WRITTEN_BYTES: counter "baton_kv_tier_written_bytes_total" by "`tier`" of "workers",
+            "bytes written to the store's disk, and uploaded to its object store";
         TIER_DISK_ERRORS: counter "baton_kv_tier_disk_errors_total" by "" of "workers",
             "reads and writes of the store's disk that failed";
+        TIER_OBJECT_ERRORS: counter "baton_kv_tier_object_errors_total" by "" of "workers",
+            "calls of the store's object store that failed or took too long; its blocks are computed meanwhile";
         FETCHED_TOKENS: counter "baton_kv_fetched_tokens_total" by "" of "workers",
             "tokens of prefixes fetched from other workers, which need not be computed";
     }

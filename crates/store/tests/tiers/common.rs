@@ -15,8 +15,11 @@ pub fn config(buffers: u32) -> StoreConfig {
 }
 
 pub fn open(directory: &Path, config: StoreConfig) -> KvStore {
-    let store =
-        KvStore::open(Settings { config, directory: directory.to_owned(), threads: 4, about: None }, None).unwrap();
+    let store = KvStore::open(
+        Settings { config, directory: directory.to_owned(), objects: None, threads: 4, about: None },
+        None,
+    )
+    .unwrap();
     assert!(store.settled(LONG));
     store
 }

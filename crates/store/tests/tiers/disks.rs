@@ -67,7 +67,7 @@ fn open(directory: &Path, config: StoreConfig) -> (KvStore, Arc<Faults>) {
     let files = Files::open(directory, config.identity, &config.shape, config.disk.unwrap()).unwrap();
     let faults = Arc::new(Faults::default());
     let disk = Box::new(Faulty { files, faults: faults.clone() });
-    let store = KvStore::over(Some(disk), config, 4, None).unwrap();
+    let store = KvStore::over(Some(disk), None, config, 4, None).unwrap();
     assert!(store.settled(LONG));
     (store, faults)
 }
@@ -179,7 +179,7 @@ fn errors_without_a_number_are_errors_too() {
             Err(ErrorKind::NotFound.into())
         }
     }
-    let store = KvStore::over(Some(Box::new(Gone)), config(16), 2, None).unwrap();
+    let store = KvStore::over(Some(Box::new(Gone)), None, config(16), 2, None).unwrap();
     assert!(store.settled(LONG));
     put_all(&store, 0..40);
     assert_eq!(store.counters().disk_errors, 16 + 1, "a scan of each segment, and one write before they rest");
@@ -212,7 +212,7 @@ fn a_file_system_that_is_full_costs_no_put() {
     };
     let config = config(16);
     let files = Files::open(mounted.0.path(), config.identity, &config.shape, config.disk.unwrap()).unwrap();
-    let store = KvStore::over(Some(Box::new(files)), config, 4, None).unwrap();
+    let store = KvStore::over(Some(Box::new(files)), None, config, 4, None).unwrap();
     assert!(store.settled(LONG));
     put_all(&store, 0..100);
     let there = on_disk(&store, 0..100);
@@ -235,7 +235,7 @@ fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
         let config = config(16);
         let files = Files::open(mounted.0.path(), config.identity, &config.shape, config.disk.unwrap()).unwrap();
         assert!(!files.direct());
-        let store = KvStore::over(Some(Box::new(files)), config, 4, None).unwrap();
+        let store = KvStore::over(Some(Box::new(files)), None, config, 4, None).unwrap();
         assert!(store.settled(LONG));
         put_all(&store, 0..60);
         let there = on_disk(&store, 0..60);

@@ -20,7 +20,7 @@ fn settings(directory: &std::path::Path) -> Settings {
     let identity = Identity { layout: layout().fingerprint(), numerics: 2 };
     let config = StoreConfig { identity, ..config(16) };
     let about = Some(About { model: "tiny".into(), backend: "cpu".into(), tp: 1, layout: layout() });
-    Settings { config, directory: directory.to_owned(), threads: 2, about }
+    Settings { config, directory: directory.to_owned(), objects: None, threads: 2, about }
 }
 
 fn sums(looked: &Looked) -> (u64, u64, u64) {

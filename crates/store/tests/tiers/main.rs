@@ -3,7 +3,9 @@
 
 mod common;
 mod disks;
+mod faulty;
 mod files;
 mod folder;
 mod killed;
+mod objects;
 mod sharing;

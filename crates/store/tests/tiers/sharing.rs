@@ -41,7 +41,7 @@ fn threads_that_put_and_get_the_same_blocks_get_the_right_ones() {
     store.check().unwrap();
     let counters = store.counters();
     assert!(found.into_inner() > 3000 && counters.hit_tokens[Tier::Disk as usize] > 0);
-    assert_eq!((counters.verify_failures, counters.disk_errors), ([0, 0], 0));
+    assert_eq!((counters.verify_failures, counters.disk_errors), ([0; 3], 0));
 }
 
 #[test]
@@ -71,7 +71,8 @@ fn who_waits_is_woken_and_a_part_can_be_read_alone() {
     let directory = tempfile::tempdir().unwrap();
     let woken = Arc::new(AtomicU32::new(0));
     let count = woken.clone();
-    let settings = Settings { config: config(16), directory: directory.path().to_owned(), threads: 2, about: None };
+    let settings =
+        Settings { config: config(16), directory: directory.path().to_owned(), objects: None, threads: 2, about: None };
     let store = KvStore::open(
         settings,
         Some(Box::new(move || {
@@ -98,7 +99,7 @@ fn who_waits_is_woken_and_a_part_can_be_read_alone() {
     assert!(reading.copy_part(3, &mut part).is_err(), "there are three");
     // What somebody else found damaged is gone.
     reading.damaged();
-    assert_eq!(store.counters().verify_failures, [1, 0]);
+    assert_eq!(store.counters().verify_failures, [1, 0, 0]);
     assert_eq!(get(&store, number), Ok(Tier::Disk), "the disk's copy is still there");
 }
 
@@ -129,7 +130,7 @@ fn what_does_not_match_its_digests_in_host_memory_is_damaged() {
         assert_eq!(get(&store, 1), Err(Miss::Damaged), "part {wrong}");
         assert_eq!(get(&store, 1), Err(Miss::Absent));
     }
-    assert_eq!(store.counters().verify_failures, [3, 0]);
+    assert_eq!(store.counters().verify_failures, [3, 0, 0]);
     store.check().unwrap();
 }
 

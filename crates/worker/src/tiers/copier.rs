@@ -9,16 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, Decline, Part, Tier};
+use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
 use baton_roles::tiers::{Move, is_hole};
 use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
 use super::memory::{Memory, Written, fill, read, verify};
-use super::{follow, place};
+use super::pace::Paces;
 
-/// How long the disk is waited for before a load looks whether it was given up.
+/// How long a block is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
 
 /// Copies blocks between the pool's memory and the store. For one thread.
@@ -53,7 +53,7 @@ impl Copier {
     }
 
     /// Copies blocks into the pool. False: not all of them are there, and none may be used.
-    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &[AtomicU64; 2]) -> bool {
+    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &Paces) -> bool {
         let (mut written, keys, begun) = (Vec::new(), self.keys(what), Instant::now());
         let loads = AssertUnwindSafe(|| self.load_all(keys, given_up, paces, &mut written));
         // Also after a panic nothing may be on its way to the blocks.
@@ -65,11 +65,10 @@ impl Copier {
         });
         match there {
             Ok(None) if whole => {
-                // Writing and digesting go on after the last block was read. Where it came from both tiers, it was as slow as the disk.
+                // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
                 let bytes = written.iter().map(|written| written.bytes).sum();
-                let slowest =
-                    if written.iter().any(|written| written.tier == Tier::Disk) { Tier::Disk } else { Tier::Host };
-                follow(&paces[place(slowest)], begun.elapsed(), bytes);
+                let lowest = written.iter().map(|written| written.tier).max_by_key(|tier| *tier as usize);
+                paces.follow(lowest.unwrap_or(Tier::Host), begun.elapsed(), bytes);
                 true
             }
             Ok(None) => false,
@@ -92,31 +91,37 @@ impl Copier {
         &mut self,
         keys: Vec<(BlockKey, Vec<BlockId>)>,
         given_up: &AtomicBool,
-        paces: &[AtomicU64; 2],
+        paces: &Paces,
         written: &mut Vec<Written>,
     ) -> bool {
         let mut keys = keys.into_iter().filter(|(key, _)| key.groups != 0);
-        let mut asked: VecDeque<(Got, Vec<BlockId>)> = VecDeque::new();
+        let mut asked: VecDeque<(BlockName, Got, Vec<BlockId>)> = VecDeque::new();
+        let bytes = self.store.shape().data_bytes();
         loop {
             while asked.len() < self.ahead
                 && let Some((key, blocks)) = keys.next()
             {
-                asked.push_back((self.store.get(key), blocks));
+                asked.push_back((key.name, self.store.get(key), blocks));
             }
-            let Some((got, blocks)) = asked.pop_front() else { return true };
+            let Some((name, got, blocks)) = asked.pop_front() else { return true };
             let begun = Instant::now();
             let reading = match got {
                 Got::Ready(reading) => Some(reading),
                 Got::Missed(_) => None,
                 Got::Pending(pending) => wait_for(pending, given_up),
             };
-            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else { return false };
+            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else {
+                // Of what did not come in time is known that it is as slow as this.
+                let late = self.store.held(&[name]).into_iter().filter(|_| given_up.load(Ordering::Relaxed));
+                late.for_each(|tier| paces.waited(tier, begun.elapsed(), bytes));
+                return false;
+            };
             let tier = reading.tier();
             if !self.copy_in(reading, &blocks, written) {
                 return false;
             }
             if matches!(self.memory, Memory::Host(_)) {
-                follow(&paces[place(tier)], begun.elapsed(), self.store.shape().data_bytes());
+                paces.follow(tier, begun.elapsed(), bytes);
             }
         }
     }
@@ -240,7 +245,7 @@ fn cannot(error: &DeviceError) -> bool {
     false
 }
 
-/// Waits for the disk. `None`: the block cannot be had, or the load was given up.
+/// Waits for the disk, or for the object store. `None`: the block cannot be had, or the load was given up.
 fn wait_for(mut pending: Pending, given_up: &AtomicBool) -> Option<Reading> {
     loop {
         match pending.wait(LOOKS) {

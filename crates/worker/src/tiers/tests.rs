@@ -41,7 +41,7 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
 
 fn store() -> Arc<KvStore> {
     let shape = Shape::new(&tiny_layout(4)).unwrap();
-    Arc::new(KvStore::over(None, StoreConfig::new(shape, Identity::default(), 16, None), 0, None).unwrap())
+    Arc::new(KvStore::over(None, None, StoreConfig::new(shape, Identity::default(), 16, None), 0, None).unwrap())
 }
 
 /// Two blocks of a prefix, from block 1 of its prompt on; these blocks of the pool by group.
@@ -52,7 +52,7 @@ fn what(blocks: [[BlockId; 2]; 2]) -> Move {
 }
 
 fn load(to: &mut Pair, what: &Move) -> bool {
-    let paces = [FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits()));
+    let paces = Paces::new();
     to.copier.load(what, &AtomicBool::new(false), &paces)
 }
 
@@ -273,16 +273,9 @@ fn a_load_that_is_given_up_ends() {
     let mut own = copier(1, &store);
     let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     own.copier.save(&blocks);
-    let paces = [FIRST_PACE, FIRST_PACE].map(|pace| AtomicU64::new(pace.to_bits()));
+    let paces = Paces::new();
     assert!(!own.copier.load(&blocks, &AtomicBool::new(true), &paces));
     assert!(load(&mut own, &blocks));
-}
-
-#[test]
-fn a_measured_pace_is_followed() {
-    let pace = AtomicU64::new(1f64.to_bits());
-    (0..100).for_each(|_| follow(&pace, Duration::from_micros(3), 1000));
-    assert!((2.9..=3.0).contains(&f64::from_bits(pace.load(Ordering::Relaxed))));
 }
 
 /// Nobody finds what comes after a block that there was no room for.
@@ -310,10 +303,48 @@ fn the_pace_of_a_device_is_that_of_the_tier() {
     let (mut from, mut to) = (copier(1, &store), on_device(99, &store));
     let all = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     from.copier.save(&all);
-    let paces = [1e9, 1e9].map(|pace: f64| AtomicU64::new(pace.to_bits()));
+    let paces = Paces::from(1e9);
     assert!(to.copier.load(&all, &AtomicBool::new(false), &paces));
-    let now = paces.each_ref().map(|pace| f64::from_bits(pace.load(Ordering::Relaxed)));
-    assert!(now[0] < 1e9 && now[1] == 1e9, "{now:?}");
+    let now = Tier::ALL.map(|tier| paces.of(tier));
+    assert!(now[0] < 0.9e9 && now[1] > 0.9e9 && now[2] > 0.9e9, "{now:?}");
+}
+
+/// What is in an object store that hangs: the load ends, and the next one knows that the store is slow.
+#[test]
+fn a_load_that_is_given_up_says_how_slow_the_tier_is_at_least() {
+    let (folder, shape) = (tempfile::tempdir().unwrap(), Shape::new(&tiny_layout(4)).unwrap());
+    let open = || {
+        let object = ObjectConfig::of_size(1 << 20, &shape).ok();
+        let config = StoreConfig { object, ..StoreConfig::new(shape.clone(), Identity::default(), 16, None) };
+        let objects = Objects::open(&format!("file://{}", folder.path().display())).ok();
+        let store = Arc::new(KvStore::over(None, objects, config, 0, None).unwrap());
+        assert!(store.settled(Duration::from_secs(60)));
+        store
+    };
+    let (store, blocks) = (open(), what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    copier(1, &store).copier.save(&blocks);
+    assert!(store.flush(Duration::from_secs(60)));
+    let told: Vec<_> = told(&store).into_iter().map(|tier| (tier.tier, tier.blocks, tier.written_bytes > 0)).collect();
+    assert_eq!(told, [("host".to_owned(), 2, false), ("object".to_owned(), 2, true)]);
+    let store = open();
+    assert_eq!(lowest(store.limit_bytes()), Tier::Object);
+    for object in std::fs::read_dir(std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path()).unwrap()
+    {
+        let path = object.unwrap().path();
+        std::fs::remove_file(&path).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    }
+    let (mut to, paces, given_up) = (copier(9, &store), Paces::new(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            given_up.store(true, Ordering::Relaxed);
+        });
+        assert!(!to.copier.load(&blocks, &given_up, &paces));
+    });
+    let least = 0.2 * 3e8 / shape.data_bytes() as f64;
+    assert!(paces.of(Tier::Object) > least, "{} of {least}", paces.of(Tier::Object));
+    assert_eq!(paces.of(Tier::Host), 1.0);
 }
 
 #[test]

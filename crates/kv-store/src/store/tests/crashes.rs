@@ -222,7 +222,7 @@ fn a_flipped_byte_in_host_memory_is_found_by_who_reads_it() {
     let head = rig.shape.head_bytes();
     rig.memory.iter_mut().for_each(|buffer| buffer[head + 3] ^= 1);
     assert_eq!(rig.outcome(ticket, 0), Some(Err(Miss::Damaged)));
-    assert_eq!(rig.store.counters().verify_failures, [1, 0]);
+    assert_eq!(rig.store.counters().verify_failures, [1, 0, 0]);
     assert_eq!(rig.store.tier(key_of(0).name), None);
     assert_eq!(rig.fetch(0), Err(Miss::Absent));
 }

@@ -2,4 +2,5 @@ mod bounds;
 mod crashes;
 mod disk;
 mod flow;
+mod objects;
 mod rig;

@@ -9,8 +9,8 @@ use baton_types::testing::Random;
 use super::disk::FakeDisk;
 use crate::testing::{data, key, shape};
 use crate::{
-    Block, BlockKey, Buffer, DiskConfig, Effect, Head, Identity, Input, Miss, ReadError, Shape, Store, StoreConfig,
-    Ticket, Tier, check_record,
+    Block, BlockKey, Buffer, DiskConfig, Effect, Head, Identity, Input, Miss, ObjectName, ReadError, Shape, Store,
+    StoreConfig, Ticket, Tier, check_record,
 };
 
 /// Blocks of the tests: each conversation is a chain of so many.
@@ -40,6 +40,9 @@ pub enum Answer {
 pub struct Rig {
     pub store: Store,
     pub disk: FakeDisk,
+    /// The object store, the oldest object first, and whether it answers.
+    pub objects: Vec<(ObjectName, Vec<u8>)>,
+    pub away: bool,
     pub random: Random,
     pub shape: Shape,
     pub memory: Vec<Vec<u8>>,
@@ -67,12 +70,18 @@ impl Rig {
     }
 
     pub fn on(disk: FakeDisk, config: StoreConfig, seed: u64) -> Rig {
+        Rig::over(disk, Vec::new(), config, seed)
+    }
+
+    pub fn over(disk: FakeDisk, objects: Vec<(ObjectName, Vec<u8>)>, config: StoreConfig, seed: u64) -> Rig {
         let shape = config.shape.clone();
         let memory = vec![vec![0xaa; shape.stride()]; config.buffers as usize];
         let store = Store::new(config).unwrap();
         let mut rig = Rig {
             store,
             disk,
+            objects,
+            away: false,
             random: Random(seed),
             shape,
             memory,
@@ -121,12 +130,14 @@ impl Rig {
                 other => {
                     let buffer = |effect: &Effect| match effect {
                         Effect::Read { into, .. } => Some(*into),
-                        Effect::Write { from, .. } => Some(*from),
+                        Effect::Write { from, .. } | Effect::Upload { from, .. } => Some(*from),
+                        Effect::Fetch { into, .. } => Some(*into),
                         _ => None,
                     };
                     let shared = self
                         .waiting
                         .iter()
+                        .filter(|waiting| !both_read(waiting, &other))
                         .any(|waiting| buffer(waiting).is_some() && buffer(waiting) == buffer(&other));
                     assert!(!shared, "two use {:?} at once", buffer(&other));
                     self.waiting.push(other);
@@ -170,9 +181,48 @@ impl Rig {
                 self.syncs += 1;
                 self.disk.sync(segment, &mut self.random);
             }
-            other => panic!("{other:?} is no work for a disk"),
+            other => self.call(other),
         }
         true
+    }
+
+    /// Carries out a call of the object store.
+    fn call(&mut self, effect: Effect) {
+        let at = |objects: &[(ObjectName, Vec<u8>)], wanted| objects.iter().position(|(name, _)| *name == wanted);
+        let input = match effect {
+            Effect::List { most } => {
+                let names = self.objects.iter().map(|(name, _)| *name).take(most as usize).collect();
+                Input::Listed((!self.away).then_some(names))
+            }
+            Effect::Fetch { job, .. } if self.away => Input::Read(job, Err(ReadError::Io)),
+            Effect::Fetch { job, object, into, expect } => {
+                let bytes = at(&self.objects, object).map(|at| self.objects[at].1.clone()).ok_or(ReadError::Absent);
+                let read = bytes.and_then(|mut bytes| {
+                    bytes.resize(self.shape.stride(), 0);
+                    self.memory[into.0 as usize] = bytes;
+                    let bytes = &self.memory[into.0 as usize];
+                    check_record(&self.shape, bytes, &expect).map_err(ReadError::Mismatch)
+                });
+                Input::Read(job, read)
+            }
+            Effect::Upload { job, object, from, mut head } => {
+                let data = self.shape.head_bytes()..self.shape.head_bytes() + self.shape.data_bytes();
+                head.extend_from_slice(&self.memory[from.0 as usize][data]);
+                if !self.away {
+                    self.objects.retain(|(name, _)| *name != object);
+                    self.objects.push((object, head));
+                }
+                Input::Uploaded(job, !self.away)
+            }
+            Effect::Remove { job, object } => {
+                if !self.away {
+                    self.objects.retain(|(name, _)| *name != object);
+                }
+                Input::Deleted(job, !self.away)
+            }
+            other => panic!("{other:?} is no work for a disk or an object store"),
+        };
+        self.feed(input);
     }
 
     pub fn settle(&mut self) {
@@ -237,7 +287,7 @@ impl Rig {
             false => self.disk.kill(),
         }
         let seed = self.random.bits();
-        Rig::on(self.disk, config, seed)
+        Rig::over(self.disk, self.objects, config, seed)
     }
 
     pub fn on_disk(&self, number: u32) -> bool {
@@ -255,4 +305,10 @@ impl Rig {
     pub fn verify_failures(&self) -> u64 {
         self.store.counters().verify_failures.iter().sum()
     }
+}
+
+/// One writes a buffer to disk, and the other uploads it: neither changes the data.
+fn both_read(one: &Effect, other: &Effect) -> bool {
+    let reads = |effect: &Effect| matches!(effect, Effect::Write { .. } | Effect::Upload { .. });
+    reads(one) && reads(other)
 }
