@@ -4,8 +4,6 @@
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
 
-use std::path::Path;
-
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_model_files::{Model, fetch};
@@ -153,6 +151,15 @@ fn compare(
             let loaded = |worker: &Worker| Ok(worker.metrics()?.sum("baton_kv_loaded_tokens_total", ""));
             let loaded = cluster.workers().iter().map(loaded).sum::<anyhow::Result<f64>>()?;
             ensure!(loaded > 0.0, "{name} {route}: nothing was loaded from the tiers");
+            for (flag, tier) in [("--kv-disk", "disk"), ("--kv-object", "object")] {
+                let label = format!("tier=\"{tier}\"");
+                let hits = |worker: &Worker| Ok(worker.metrics()?.sum("baton_kv_tier_hit_tokens_total", &label));
+                let hits = cluster.workers().iter().map(hits).sum::<anyhow::Result<f64>>()?;
+                ensure!(
+                    hits > 0.0 || !options.args.iter().any(|arg| arg == flag),
+                    "{name} {route}: nothing came from there"
+                );
+            }
         }
         cluster.stop()?;
     }
@@ -182,11 +189,11 @@ fn late(mut options: ClusterOptions) -> ClusterOptions {
     options
 }
 
-/// With a pool too small for all prompts, and the KV store below it: in host memory, of which most goes to disk if there is a folder.
-fn tiers(mut options: ClusterOptions, disk: Option<&Path>) -> ClusterOptions {
-    let host = if disk.is_some() { "8MiB" } else { "256MiB" };
+/// With a pool too small for all prompts, and the KV store below it: in host memory, of which most goes to what else is named.
+fn tiers(mut options: ClusterOptions, below: Option<(&str, String)>) -> ClusterOptions {
+    let host = if below.is_some() { "8MiB" } else { "256MiB" };
     options.args.extend(["--kv-memory", "12MiB", "--kv-host", host].map(str::to_owned));
-    options.args.extend(disk.into_iter().flat_map(|disk| ["--kv-disk".to_owned(), disk.display().to_string()]));
+    options.args.extend(below.into_iter().flat_map(|(flag, place)| [flag.to_owned(), place]));
     options
 }
 
@@ -201,11 +208,13 @@ fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow
 
 #[test]
 fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
-    let disk = tempfile::tempdir()?;
+    let (disk, objects) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let (disk, objects) = (disk.path().display().to_string(), format!("file://{}", objects.path().display()));
     let routes = [
         ("aggregated", route("auto", 512, true)),
         ("aggregated, from host memory", tiers(route("auto", 512, true), None)),
-        ("aggregated, from disk", tiers(route("auto", 512, true), Some(disk.path()))),
+        ("aggregated, from disk", tiers(route("auto", 512, true), Some(("--kv-disk", disk)))),
+        ("aggregated, from an object store", tiers(route("auto", 512, true), Some(("--kv-object", objects)))),
         ("split over shm, chunks of 16", route("shm", 16, false)),
         ("split over tcp, chunks of 512, reserved late", late(route("tcp", 512, false))),
     ];

@@ -1,6 +1,9 @@
-//! KV below the pool: what a pool has no room for comes back from host memory and from disk, also after a restart, with the same answers (I1);
-//! what is damaged is computed again (I2).
+//! KV below the pool: what a pool has no room for comes back from host memory, from disk and from an object store, also after a restart, with the
+//! same answers (I1); what is damaged is computed again (I2).
 #![allow(clippy::unwrap_used)]
+
+mod objects;
+mod s3;
 
 use std::path::Path;
 
@@ -254,6 +257,10 @@ fn settings_that_cannot_work_are_refused() -> anyhow::Result<()> {
         (vec!["--kv-disk", "/tmp/x"], "kv_host"),
         (vec!["--kv-host", "100B"], "kv_host"),
         (vec!["--kv-host", "1MiB", "--kv-disk", "/proc/nowhere"], "/proc/nowhere"),
+        (vec!["--kv-object", "file:///tmp/x"], "kv_host"),
+        (vec!["--kv-host", "1MiB", "--kv-object", "gs://x"], "give s3://BUCKET/PREFIX or file:///DIRECTORY"),
+        (vec!["--kv-host", "1MiB", "--kv-object", "file:///proc/nowhere"], "/proc/nowhere"),
+        (vec!["--kv-host", "1MiB", "--kv-object", "s3://b/p", "--kv-object-size", "1B"], "object size is 1"),
     ] {
         let all = ["decode", "--model", &model.path().display().to_string(), "--registry", "http://127.0.0.1:1"];
         let refused = baton_tests::binary::output(&[&all[..], &args].concat()).unwrap_err().to_string();
