@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How much sooner a prompt is answered whose prefix is in the pool, in host memory or on disk, than one that is computed.
+"""How much sooner a prompt is answered whose prefix is in the pool, in host memory, on disk or in an object store, than one that is computed.
 
-    bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR]
+    bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL]
         One worker that computes and answers, with a pool of 256 MiB. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
         the first token of each, and then how the time between the tokens of
         another answer changes while prefixes are loaded from host memory.
+        With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 
 target/release/baton must be built. The machine should be idle.
 """
@@ -68,13 +69,14 @@ def restart(cluster):
 
 
 def times(options, disk):
-    flags = ["--aggregated", "--kv-memory", "256MiB", "--kv-host", "2GiB", "--kv-disk", disk, "--kv-disk-size", "4GiB"]
-    cluster = Cluster(ROOT / "target/release/baton", options.model, flags)
+    below = ["--kv-object", options.object] if options.object else ["--kv-disk", disk, "--kv-disk-size", "4GiB"]
+    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", "256MiB", "--kv-host", "2GiB", *below])
+    lowest = "object store" if options.object else "disk"
     salt = iter(range(1, 1_000_000))
     try:
         ask(cluster, random_ids(500, next(salt)))
         for length in options.lengths:
-            of = {"computed": [], "pool": [], "host memory": [], "disk": []}
+            of = {"computed": [], "pool": [], "host memory": [], lowest: []}
             for _ in range(options.rounds):
                 prompt = random_ids(length, next(salt))
                 for tier in of:
@@ -83,8 +85,9 @@ def times(options, disk):
                             ask(cluster, random_ids(length, next(salt)))
                         # Until what the last of them left is saved: its blocks are in use meanwhile.
                         time.sleep(1)
-                    if tier == "disk":
-                        time.sleep(2)
+                    if tier == lowest:
+                        # Until all is there.
+                        time.sleep(10 if options.object else 2)
                         restart(cluster)
                     first, _, cached = ask(cluster, prompt)
                     if (cached >= length - 16) != (tier != "computed"):
@@ -126,6 +129,8 @@ def main():
     parser.add_argument("--lengths", default="2000,8000", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", default=3, type=int)
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
+    parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
+    parser.add_argument("--baton", default=ROOT / "target/release/baton", type=pathlib.Path, help="default: target/release/baton")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.disk or ROOT / "target") as disk:
         times(options, disk)
