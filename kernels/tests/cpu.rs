@@ -9,7 +9,7 @@ use baton_kernels::{
     AttentionShape, Backend, CpuBackend, CpuOptions, First, Gate, HostPool, Input, Isa, Norm, Operation, Product,
     Profiled, Ragged, Room, Rope, SharedProfile, WeightSource,
 };
-use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry};
+use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, WeightDtype};
 
 struct Cpu(CpuOptions);
 
@@ -108,6 +108,65 @@ fn best_instruction_set_conforms() {
 fn every_instruction_set_conforms() {
     for isa in Isa::available() {
         run(&Cpu(CpuOptions { threads: 2, isa, pinned: false }));
+    }
+}
+
+/// The bits of each row alone with portable code, whatever the instruction set and the rows beside it: rows and outputs that fill no tile,
+/// more groups than a chunk, more rows than a block.
+#[test]
+fn products_of_many_rows_have_the_bits_of_each_row_alone() {
+    let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
+    let layout = KvLayout { version: 1, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
+    let geometry = PoolGeometry::uniform(layout, 2);
+    let product = |isa: Isa, source: &WeightSource<'_>, x: &[f32], at_once: usize| {
+        let (threads, cols, outs) = (2, source.cols, source.rows);
+        let mut backend = Cpu(CpuOptions { threads, isa, pinned: false }).make(&geometry);
+        backend.reserve(&Room { rows: at_once, cols, ..Room::default() }).unwrap();
+        let weight = backend.weight(source).unwrap();
+        let bias = backend.upload(&Random(4).vector(outs)).unwrap();
+        let mut all = Vec::new();
+        for x in x.chunks(at_once * cols) {
+            let (mut x, rows) = (backend.upload(x).unwrap(), x.len() / cols);
+            // Nothing beside the output is written: what follows stays.
+            let mut out = backend.upload(&vec![7.0; rows * outs + 32]).unwrap();
+            let product = Product { weight: &weight, bias: Some(&bias), out: &mut out };
+            backend.matmul(Input { x: &mut x, rows, first: First::Nothing }, [product]);
+            assert_eq!(out[rows * outs..], [7.0; 32]);
+            all.extend_from_slice(&out[..rows * outs]);
+        }
+        all
+    };
+    let agree = |dtype, (rows, cols, outs): (usize, usize, usize), data: &[u8], x: &[f32], counts: &[usize]| {
+        let source = WeightSource { name: "w", dtype, rows: outs, cols, data: data.into(), row_order: None };
+        let want = product(Isa::Portable, &source, x, 1);
+        for isa in Isa::available() {
+            for &count in counts {
+                let got = product(isa, &source, x, count);
+                assert!(got == want, "{dtype:?}, {outs} x {cols}, {count} of {rows} rows, {}", isa.name());
+            }
+        }
+    };
+    let mut random = Random(11);
+    for dtype in DTYPES {
+        let wide = if dtype.block_elements() > 32 { 1792 } else { 1056 };
+        for (rows, cols, outs, counts) in
+            [(71, wide, 45, &[5, 12, 13, 40, 71][..]), (33, 256, 70, &[16, 31, 33]), (1100, 256, 8, &[1100])]
+        {
+            let (data, x) = (random_weight(dtype, outs, cols, &mut random), random.vector(rows * cols));
+            agree(dtype, (rows, cols, outs), &data, &x, counts);
+        }
+    }
+    // The largest sums of integers: 6-bit weights of -32 with scales of -128, 8-bit ones of -128, and activations of 127 or -127.
+    for (dtype, fill) in [(WeightDtype::Q6K, 0u8), (WeightDtype::Q8_0, 0x80)] {
+        let (rows, cols, outs) = (24, 512, 32);
+        let mut data = random_weight(dtype, outs, cols, &mut random);
+        for block in data.chunks_exact_mut(dtype.block_bytes()) {
+            let (weights, scales) = if dtype == WeightDtype::Q6K { (0..192, 192..208) } else { (2..34, 0..0) };
+            block[weights].fill(fill);
+            block[scales].fill(0x80);
+        }
+        let x: Vec<f32> = (0..rows * cols).map(|i| if i / cols % 2 == 0 { 1.0 } else { -1.0 }).collect();
+        agree(dtype, (rows, cols, outs), &data, &x, &[rows]);
     }
 }
 

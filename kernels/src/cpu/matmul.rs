@@ -3,14 +3,16 @@
 //! One kernel serves one row (decode) and many (prefill): which rows and panels make a tile changes no bit of an output (I1).
 //!
 //! Bytes moved: the packed weights once per call, from memory; activations and outputs from cache. Bound: memory bandwidth
-//! for few rows; for many, the dot products of [`super::tiles`].
+//! for few rows; for many, the dot products of [`super::tiles`] and [`super::strips`].
 
 use half::{bf16, f16};
 
 use super::dots::{Dots, Outputs, Panels};
-use super::isa::dispatch;
+use super::isa::{Isa, dispatch};
 use super::packing::Form;
 use super::simd::{Floats, LANES};
+#[cfg(target_arch = "x86_64")]
+use super::strips;
 use super::tiles::{At, Dense, I8, Operands, Plain, Super, Tile, U6Super};
 use super::weight::CpuWeight;
 
@@ -50,8 +52,8 @@ struct Columns {
     all: usize,
 }
 
-/// Most panels that a tile takes side by side.
-pub const SIDE_BY_SIDE: usize = 2;
+/// Most panels that are taken side by side.
+pub const SIDE_BY_SIDE: usize = 4;
 /// Bytes of panels that are taken together when rows are few: they stay in the second-level cache.
 const TOGETHER: usize = 128 << 10;
 /// Most rows that count as few.
@@ -115,10 +117,24 @@ unsafe fn panels_kernel<S: Dots>(_: S, w: &CpuWeight, x: &Operands, first: usize
 }
 
 dispatch! {
-    /// Panels `first..last` of the product.
+    /// Panels `first..last` of the product, few rows at a time.
     ///
     /// # Safety
-    /// The operands hold `rows` rows of `w.cols` inputs (rounded ones for quantised weights) and room for
-    /// `rows · w.rows` outputs; no other thread touches these panels' columns.
-    pub unsafe fn panels(w: &CpuWeight, x: &Operands, first: usize, last: usize) = panels_kernel
+    /// As for [`panels`].
+    unsafe fn tiled(w: &CpuWeight, x: &Operands, first: usize, last: usize) = panels_kernel
+}
+
+/// Panels `first..last` of the product.
+///
+/// # Safety
+/// The operands hold `rows` rows of `w.cols` inputs (rounded ones for quantised weights) and room for
+/// `rows · w.rows` outputs; no other thread touches these panels' columns.
+pub unsafe fn panels(isa: Isa, w: &CpuWeight, x: &Operands, first: usize, last: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(isa, Isa::Vnni(_)) && x.rows >= strips::MANY && w.form.quantised() {
+        // SAFETY: the caller's promise; `Isa::Vnni` is made only after the CPU was found to have the features.
+        return unsafe { strips::panels(w, x, first, last) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { tiled(isa, w, x, first, last) }
 }

@@ -21,6 +21,8 @@ mod portable;
 mod products;
 mod quantise;
 mod simd;
+#[cfg(target_arch = "x86_64")]
+mod strips;
 mod threads;
 mod tiles;
 mod together;

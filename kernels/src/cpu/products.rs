@@ -122,6 +122,7 @@ impl CpuBackend {
                 scale: self.scratch.scale.as_ptr(),
                 minus_sum: self.scratch.minus_sum.as_ptr(),
                 halves: self.scratch.halves.as_ptr(),
+                raised: self.scratch.raised.as_ptr(),
                 bias: product.bias.map(|b| b.as_ptr()),
                 out: product.out.as_mut_ptr(),
             },

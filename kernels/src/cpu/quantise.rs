@@ -17,6 +17,8 @@ pub struct Quantised {
     pub scale: Vec<f32>,
     pub minus_sum: Vec<f32>,
     pub halves: Vec<i16>,
+    /// Of each group, what undoes the raising of weights: `-32 · Σ q` of either half, and `-128 · Σ q` of both.
+    pub raised: Vec<[i32; 3]>,
 }
 
 impl Quantised {
@@ -27,6 +29,7 @@ impl Quantised {
             scale: self.scale.as_mut_ptr(),
             minus_sum: self.minus_sum.as_mut_ptr(),
             halves: self.halves.as_mut_ptr(),
+            raised: self.raised.as_mut_ptr(),
         }
     }
 
@@ -39,6 +42,7 @@ impl Quantised {
             scale: vec![0.0; groups],
             minus_sum: vec![0.0; groups],
             halves: vec![0; 2 * groups],
+            raised: vec![[0; 3]; groups],
         }
     }
 }
@@ -50,6 +54,7 @@ pub struct Rounded {
     scale: *mut f32,
     minus_sum: *mut f32,
     halves: *mut i16,
+    raised: *mut [i32; 3],
 }
 
 // SAFETY: tasks write disjoint groups.
@@ -70,6 +75,7 @@ impl Rounded {
                 scale: self.scale.add(first),
                 minus_sum: self.minus_sum.add(first),
                 halves: self.halves.add(2 * first),
+                raised: self.raised.add(first),
             }
         }
     }
@@ -95,8 +101,10 @@ unsafe fn round_group<S: Simd>(v: [S::F; GROUP / LANES], g: usize, out: Rounded)
         let halves = halves.map(|half| S::sum(half));
         *out.scale.add(g) = largest / 127.0;
         *out.minus_sum.add(g) = -largest / 127.0 * (halves[0] + halves[1]);
-        *out.halves.add(2 * g) = halves[0] as i16;
-        *out.halves.add(2 * g + 1) = halves[1] as i16;
+        let [first, second] = halves.map(|half| half as i32);
+        *out.halves.add(2 * g) = first as i16;
+        *out.halves.add(2 * g + 1) = second as i16;
+        *out.raised.add(g) = [-32 * first, -32 * second, -128 * (first + second)];
     }
 }
 

@@ -1,0 +1,208 @@
+//! Products of many rows with AVX-512: a strip of four panels is unpacked once for a block of rows.
+//!
+//! What a value needs. A group is 32 weights of an output. For a group, sixteen outputs and one row of activations VNNI takes 8
+//! dot-product instructions; then the sum becomes a float, is multiplied with the scales of weights and activations, and added,
+//! and so is the minimum where there is one:
+//!
+//! | weights | dot products | others | most that dot products can get |
+//! | --- | --- | --- | --- |
+//! | with a minimum (Q4, Q5, Q4_K, Q5_K) | 8 | to float, product of scales, sum, minimum: 4 | 8 / 12 = 0.67 of the ceiling |
+//! | signed (Q8_0) | 8 | to float, product of scales, sum: 3 | 8 / 11 = 0.73 |
+//! | two scales a group (Q6_K) | 8 | to float twice, a product, a sum, then as above: 6 | 8 / 14 = 0.57 |
+//!
+//! Both kinds of instruction run on the same two ports, so the last column is the bound. The sums over groups are floats and their
+//! order is fixed (I1), so the others cannot leave the loop. All else does: weights are unpacked to bytes, scales to floats, and
+//! what raised weights add to a sum is where the sum starts. A strip's chunk of groups stays in the first-level cache, a block of
+//! rows in the second. Sums of a chunk that is not the last wait in memory as floats, which changes no bit.
+//!
+//! Bytes moved: the packed weights once for each block of rows, the rows once for each strip, from the second-level cache.
+
+mod sums;
+mod unpack;
+mod vnni;
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use super::packing::{Form, SUPER};
+use super::simd::LANES;
+use super::tiles::Operands;
+use super::unpack::GROUP;
+use super::weight::CpuWeight;
+
+/// Rows from which a strip is worth unpacking.
+pub const MANY: usize = 12;
+
+/// Panels of a strip: two vectors of outputs.
+pub const PANELS: usize = 4;
+
+/// Most groups of a chunk: they fill half the first-level cache.
+const CHUNK: usize = 24;
+
+/// Most rows of a block.
+const BLOCK: usize = 512;
+
+/// Bytes of rounded activations of a block, about: half the second-level cache.
+const BLOCK_BYTES: usize = 768 << 10;
+
+/// A register's bytes.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Vector(__m512i);
+
+impl Vector {
+    #[inline(always)]
+    fn integers(self) -> __m512i {
+        self.0
+    }
+
+    #[inline(always)]
+    unsafe fn floats(self) -> __m512 {
+        // SAFETY: the caller vouches for the CPU features.
+        unsafe { _mm512_castsi512_ps(self.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn of(x: __m512) -> Vector {
+        // SAFETY: the caller vouches for the CPU features.
+        Vector(unsafe { _mm512_castps_si512(x) })
+    }
+}
+
+/// A group of a strip. Every member has the vector of the first two panels, then that of the others.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Unpacked {
+    /// Weights 4i..4i+4 of each output, as unsigned bytes, for i in 0..8.
+    weights: [[Vector; 2]; 8],
+    /// Floats. With a minimum: the scale, then the minimum. Signed: the scale. Two scales: the first, the second, what both are multiplied with.
+    factors: [[Vector; 2]; 3],
+}
+
+/// What the unpacked groups of a form are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A scale and a minimum.
+    Minimum,
+    /// Raised by 128, one scale.
+    Signed,
+    /// Raised by 32, a scale for each half group.
+    Halves,
+}
+
+/// [`Kind`] as a parameter of kernels.
+const MINIMUM: u8 = Kind::Minimum as u8;
+const SIGNED: u8 = Kind::Signed as u8;
+const HALVES: u8 = Kind::Halves as u8;
+
+impl Kind {
+    fn of(form: Form) -> Kind {
+        match form {
+            Form::I8 => Kind::Signed,
+            Form::U6Super => Kind::Halves,
+            _ => Kind::Minimum,
+        }
+    }
+}
+
+/// Buffers of a task.
+struct Scratch {
+    groups: [MaybeUninit<Unpacked>; CHUNK],
+    /// Sums of each row of the block.
+    sums: [MaybeUninit<[Vector; 2]>; BLOCK],
+}
+
+/// Some rows and some groups of the operands.
+#[derive(Clone, Copy)]
+struct Span {
+    row: usize,
+    rows: usize,
+    group: usize,
+    groups: usize,
+    /// Groups of a whole row.
+    all: usize,
+    columns: Columns,
+}
+
+/// Columns of the output that a strip makes: from `first` on, before `end`.
+#[derive(Clone, Copy)]
+struct Columns {
+    first: usize,
+    end: usize,
+    /// Of the whole output.
+    all: usize,
+}
+
+/// What is packed in the next strip, fetched into the cache while this one is multiplied.
+#[derive(Clone, Copy)]
+struct Ahead {
+    at: *const u8,
+    end: *const u8,
+    /// Lines at a time.
+    lines: usize,
+}
+
+impl Ahead {
+    /// Bytes of a line of the cache.
+    const LINE: usize = 64;
+
+    /// Chooses how many lines are fetched at a time so that all are in `times`.
+    fn share(&mut self, times: usize) {
+        let left = (self.end as usize).saturating_sub(self.at as usize);
+        self.lines = left.div_ceil(Self::LINE).div_ceil(times.max(1));
+    }
+
+    /// Fetches the next lines. It may go on behind the end: it is a hint, and nothing is read.
+    #[inline(always)]
+    fn fetch(&mut self) {
+        for _ in 0..self.lines {
+            // SAFETY: a hint, valid for any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
+            self.at = self.at.wrapping_add(Self::LINE);
+        }
+    }
+
+    /// Takes note of what a copy has fetched in `times`.
+    fn pass(&mut self, times: usize) {
+        self.at = self.at.wrapping_add(times * self.lines * Self::LINE);
+    }
+}
+
+/// `whole` cut into the fewest parts of at most `most`, multiples of `of`, as even as they can be: the size of all but the last.
+fn even(whole: usize, most: usize, of: usize) -> usize {
+    whole.div_ceil(whole.div_ceil(most).max(1)).next_multiple_of(of)
+}
+
+/// Panels `first..last` of the product.
+///
+/// # Safety
+/// As for [`super::matmul::panels`]; the weight is quantised, the CPU has AVX-512 with VNNI.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+pub unsafe fn panels(w: &CpuWeight, x: &Operands, first: usize, last: usize) {
+    let (kind, all) = (Kind::of(w.form), w.cols / GROUP);
+    let chunk = even(all, CHUNK, if w.form.unit_groups() > 1 { SUPER } else { 1 });
+    let block = even(x.rows, (BLOCK_BYTES / w.cols.max(1)).clamp(MANY, BLOCK), 1);
+    let mut scratch = Scratch { groups: [MaybeUninit::uninit(); CHUNK], sums: [MaybeUninit::uninit(); BLOCK] };
+    let groups = scratch.groups.as_mut_ptr().cast::<Unpacked>();
+    let sums = scratch.sums.as_mut_ptr().cast::<[Vector; 2]>();
+    for row in (0..x.rows).step_by(block) {
+        let rows = block.min(x.rows - row);
+        for p in (first..last).step_by(PANELS) {
+            // Panels that are not there are taken to be the strip's first; what comes of them is not stored.
+            let at = |i: usize| if p + i < last { p + i } else { p };
+            // SAFETY: the panels are inside the weight.
+            let strip = std::array::from_fn(|i| unsafe { w.data.as_ptr().add(at(i) * w.panel_bytes()) });
+            let next = w.data.as_ptr().wrapping_add((p + PANELS) * w.panel_bytes());
+            let mut ahead = Ahead { at: next, end: next.wrapping_add(PANELS * w.panel_bytes()), lines: 0 };
+            let columns = Columns { first: p * LANES, end: w.rows.min(last * LANES), all: w.rows };
+            for group in (0..all).step_by(chunk) {
+                let span = Span { row, rows, group, groups: chunk.min(all - group), all, columns };
+                // SAFETY: a chunk's groups fit the scratch, and so do the block's rows; the operands hold the rows.
+                unsafe {
+                    unpack::unpack(w.form, strip, group, span.groups, groups);
+                    vnni::multiply(kind, groups, x, span, sums, &mut ahead);
+                }
+            }
+        }
+    }
+}
