@@ -1,5 +1,6 @@
 //! How near products of many rows come to what the machine can do:
-//! `cargo run --release -p baton-kernels --example products -- [--isa NAME] [--threads N] [--types Q4K,Q6K] [--rows 8,32,512] [--cols N] [--outs N]`.
+//! `cargo run --release -p baton-kernels --example products -- --rows 8,32,512`. Options: `--isa`, `--threads`, `--types Q4K,Q6K`, `--cols`,
+//! `--outs`.
 //!
 //! Of each weight type and number of rows: billions of multiplications and additions a second, the best of many short runs, and
 //! the share of the 8-bit ceiling measured in the same run. Rounding the rows to 8 bits is timed too. Every core used must be idle.

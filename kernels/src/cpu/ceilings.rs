@@ -42,12 +42,17 @@ impl Ceilings {
     pub fn measure(options: CpuOptions) -> Result<Ceilings, KernelError> {
         let mut threads = Threads::new(options.threads.max(1), options.pinned)?;
         // Lanes of 32 bits of a register.
-        let lanes = if matches!(options.isa, Isa::Vnni(_)) { WIDEST } else { LANES };
+        let lanes = if matches!(options.isa, Isa::Vnni(_) | Isa::Amx(_)) { WIDEST } else { LANES };
+        let int8 = match options.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(_) => super::strips::CHAINS_WORK,
+            _ => CHAINS * lanes * 8,
+        };
         Ok(Ceilings {
             read: read(&mut threads, options.isa)?,
             // SAFETY: no memory is touched.
             f32: rate(&mut threads, (CHAINS * lanes * 2) as f64, &|steps| unsafe { fma_chains(options.isa, steps) }),
-            int8: rate(&mut threads, (CHAINS * lanes * 8) as f64, &|steps| int8_chains(options.isa, steps)),
+            int8: rate(&mut threads, int8 as f64, &|steps| int8_chains(options.isa, steps)),
         })
     }
 }
@@ -151,6 +156,9 @@ fn int8_chains(isa: Isa, steps: usize) -> f32 {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `Isa::Vnni` is made only after the CPU was found to have the features.
         Isa::Vnni(_) => unsafe { int8_vnni(steps) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `Isa::Amx` is made only after the process was permitted to use it.
+        Isa::Amx(_) => unsafe { super::strips::chains(steps) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
         Isa::Avx2(_) => unsafe { int8_avx2(steps) },

@@ -7,6 +7,8 @@ pub enum Isa {
     Avx2(Proof),
     /// AVX2's with AVX-512 F, BW, VL and VNNI. Made only by [`Isa::available`] too.
     Vnni(Proof),
+    /// VNNI's with AMX's tiles of bytes, which this process may use. Made only by [`Isa::available`] too.
+    Amx(Proof),
     /// Plain Rust.
     Portable,
 }
@@ -21,7 +23,7 @@ impl Isa {
         Isa::available()[0]
     }
 
-    /// All this CPU has, the best first, [`Isa::Portable`] last.
+    /// All this CPU has, the best first, [`Isa::Portable`] last. Asks the kernel for AMX, for all threads of this process.
     pub fn available() -> Vec<Isa> {
         let mut found = vec![Isa::Portable];
         #[cfg(target_arch = "x86_64")]
@@ -30,6 +32,9 @@ impl Isa {
             let wide = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw");
             if wide && is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni") {
                 found.insert(0, Isa::Vnni(Proof(())));
+                if tiles_permitted() {
+                    found.insert(0, Isa::Amx(Proof(())));
+                }
             }
         }
         found
@@ -40,9 +45,42 @@ impl Isa {
         match self {
             Isa::Avx2(_) => "avx2",
             Isa::Vnni(_) => "avx512-vnni",
+            Isa::Amx(_) => "amx",
             Isa::Portable => "portable",
         }
     }
+}
+
+/// Whether the CPU has AMX with bytes, and the kernel lets this process use it. Linux does not save tiles for a process that has not asked.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_permitted() -> bool {
+    const ARCH_PRCTL: usize = 158;
+    const REQUEST_PERMISSION: usize = 0x1023;
+    const TILE_DATA: usize = 18;
+    // Leaf 7 is there where AVX-512 is. Bit 24 is AMX-TILE, bit 25 AMX-INT8.
+    let features = std::arch::x86_64::__cpuid_count(7, 0).edx;
+    if features >> 24 & 3 != 3 {
+        return false;
+    }
+    let result: isize;
+    // SAFETY: arch_prctl with this code takes a number, and touches no memory of ours; the call clobbers rcx and r11.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") ARCH_PRCTL as isize => result,
+            in("rdi") REQUEST_PERMISSION,
+            in("rsi") TILE_DATA,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result == 0
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn tiles_permitted() -> bool {
+    false
 }
 
 /// Defines a safe-to-dispatch function over the generic kernel of the same name: `kernel!(fn name(args) = path::<S>)`.
@@ -69,9 +107,9 @@ macro_rules! dispatch {
                 unsafe { $kernel(Set, $($arg),*) }
             }
             match isa {
-                // SAFETY: `Isa::Vnni` is made only after the CPU was found to have the features.
+                // SAFETY: these are made only after the CPU was found to have the features.
                 #[cfg(target_arch = "x86_64")]
-                crate::cpu::isa::Isa::Vnni(_) => unsafe { with_vnni($($arg),*) },
+                crate::cpu::isa::Isa::Vnni(_) | crate::cpu::isa::Isa::Amx(_) => unsafe { with_vnni($($arg),*) },
                 // SAFETY: `Isa::Avx2` is made only after the CPU was found to have the features.
                 #[cfg(target_arch = "x86_64")]
                 crate::cpu::isa::Isa::Avx2(_) => unsafe { with_avx2($($arg),*) },

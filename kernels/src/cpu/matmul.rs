@@ -131,9 +131,9 @@ dispatch! {
 /// `rows · w.rows` outputs; no other thread touches these panels' columns.
 pub unsafe fn panels(isa: Isa, w: &CpuWeight, x: &Operands, first: usize, last: usize) {
     #[cfg(target_arch = "x86_64")]
-    if matches!(isa, Isa::Vnni(_)) && x.rows >= strips::MANY && w.form.quantised() {
-        // SAFETY: the caller's promise; `Isa::Vnni` is made only after the CPU was found to have the features.
-        return unsafe { strips::panels(w, x, first, last) };
+    if let Some(with) = strips::With::of(isa, w.form, x.rows) {
+        // SAFETY: the caller's promise; `With` says what the CPU has.
+        return unsafe { strips::panels(with, w, x, first, last) };
     }
     // SAFETY: the caller's promise.
     unsafe { tiled(isa, w, x, first, last) }

@@ -17,6 +17,7 @@
 //!
 //! Bytes moved: the packed weights once for each block of rows, the rows once for each strip, from the second-level cache.
 
+mod amx;
 mod sums;
 mod unpack;
 mod vnni;
@@ -24,14 +25,19 @@ mod vnni;
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
+pub use amx::{CHAINS_WORK, chains};
+
+use super::isa::Isa;
 use super::packing::{Form, SUPER};
 use super::simd::LANES;
 use super::tiles::Operands;
 use super::unpack::GROUP;
 use super::weight::CpuWeight;
 
-/// Rows from which a strip is worth unpacking.
-pub const MANY: usize = 12;
+/// Rows from which a strip is worth unpacking: at 8 it takes a fifth longer than the tiles of [`super::tiles`], at 16 less.
+const MANY: usize = 12;
+/// Rows from which tiles are faster than VNNI: measured 0.8 of it at 12 rows, 1.0 at 32, 1.1 at 64 and 1.2 at 128.
+const AMX_MANY: usize = 32;
 
 /// Panels of a strip: two vectors of outputs.
 pub const PANELS: usize = 4;
@@ -39,11 +45,33 @@ pub const PANELS: usize = 4;
 /// Most groups of a chunk: they fill half the first-level cache.
 const CHUNK: usize = 24;
 
+/// The same beside the products of tiles.
+const AMX_CHUNK: usize = 8;
+
 /// Most rows of a block.
 const BLOCK: usize = 512;
 
 /// Bytes of rounded activations of a block, about: half the second-level cache.
 const BLOCK_BYTES: usize = 768 << 10;
+
+/// What multiplies.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum With {
+    Vnni,
+    Amx,
+}
+
+impl With {
+    /// What an instruction set multiplies so many rows and such weights with; None: strips are not worth it.
+    pub fn of(isa: Isa, form: Form, rows: usize) -> Option<With> {
+        match isa {
+            _ if !form.quantised() => None,
+            Isa::Amx(_) if rows >= AMX_MANY && Kind::of(form) != Kind::Halves => Some(With::Amx),
+            Isa::Amx(_) | Isa::Vnni(_) if rows >= MANY => Some(With::Vnni),
+            _ => None,
+        }
+    }
+}
 
 /// A register's bytes.
 #[derive(Clone, Copy)]
@@ -178,9 +206,10 @@ fn even(whole: usize, most: usize, of: usize) -> usize {
 /// # Safety
 /// As for [`super::matmul::panels`]; the weight is quantised, the CPU has AVX-512 with VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
-pub unsafe fn panels(w: &CpuWeight, x: &Operands, first: usize, last: usize) {
+pub unsafe fn panels(with: With, w: &CpuWeight, x: &Operands, first: usize, last: usize) {
     let (kind, all) = (Kind::of(w.form), w.cols / GROUP);
-    let chunk = even(all, CHUNK, if w.form.unit_groups() > 1 { SUPER } else { 1 });
+    let most = if with == With::Amx { AMX_CHUNK } else { CHUNK };
+    let chunk = even(all, most, if w.form.unit_groups() > 1 { SUPER } else { 1 });
     let block = even(x.rows, (BLOCK_BYTES / w.cols.max(1)).clamp(MANY, BLOCK), 1);
     let mut scratch = Scratch { groups: [MaybeUninit::uninit(); CHUNK], sums: [MaybeUninit::uninit(); BLOCK] };
     let groups = scratch.groups.as_mut_ptr().cast::<Unpacked>();
@@ -199,10 +228,17 @@ pub unsafe fn panels(w: &CpuWeight, x: &Operands, first: usize, last: usize) {
                 let span = Span { row, rows, group, groups: chunk.min(all - group), all, columns };
                 // SAFETY: a chunk's groups fit the scratch, and so do the block's rows; the operands hold the rows.
                 unsafe {
-                    unpack::unpack(w.form, strip, group, span.groups, groups);
-                    vnni::multiply(kind, groups, x, span, sums, &mut ahead);
+                    unpack::unpack(w.form, strip, (group, span.groups), with == With::Vnni, groups);
+                    match with {
+                        With::Vnni => vnni::multiply(kind, groups, x, span, sums, &mut ahead),
+                        With::Amx => amx::multiply(kind, groups, x, span, sums, &mut ahead),
+                    }
                 }
             }
         }
+    }
+    if with == With::Amx {
+        // SAFETY: the caller's promise.
+        unsafe { amx::release() }
     }
 }
