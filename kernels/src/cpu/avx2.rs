@@ -170,6 +170,18 @@ unsafe impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn store_group_i8(p: *mut i8, x: [__m256; 4]) {
+        // SAFETY: see the impl block; 32 bytes are writable at p. Packing keeps to halves of registers, so words of four bytes come
+        // out in the order 0 2 4 6 1 3 5 7.
+        unsafe {
+            let low = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
+            let high = _mm256_packs_epi32(_mm256_cvtps_epi32(x[2]), _mm256_cvtps_epi32(x[3]));
+            let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+            _mm256_storeu_si256(p.cast(), bytes);
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(r: [__m256; LANES]) -> [__m256; LANES] {
         // SAFETY: see the impl block.
         unsafe {

@@ -135,6 +135,7 @@ unsafe impl Simd for Vnni {
         max_lane(a: __m256) -> f32;
         select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256;
         store_i8(p: *mut i8, x: __m256);
+        store_group_i8(p: *mut i8, x: [__m256; 4]);
         transpose(rows: [__m256; LANES]) -> [__m256; LANES];
     }
 }

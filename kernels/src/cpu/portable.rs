@@ -125,6 +125,10 @@ unsafe impl Simd for Portable {
         // SAFETY: eight bytes are writable at p.
         unsafe { p.cast::<[i8; LANES]>().write_unaligned(x.map(|v| v as i8)) }
     }
+    unsafe fn store_group_i8(p: *mut i8, x: [Self::F; 4]) {
+        // SAFETY: 32 bytes are writable at p.
+        unsafe { p.cast::<[[i8; LANES]; 4]>().write_unaligned(x.map(|v| v.map(|v| v as i8))) }
+    }
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES] {
         std::array::from_fn(|c| std::array::from_fn(|r| rows[r][c]))
     }

@@ -67,6 +67,8 @@ pub unsafe trait Simd: Floats {
     unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F;
     /// Stores lanes (integers in [-128, 127]) as bytes.
     unsafe fn store_i8(p: *mut i8, x: Self::F);
+    /// The same of four vectors.
+    unsafe fn store_group_i8(p: *mut i8, x: [Self::F; 4]);
     /// Rows become columns.
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES];
 }
