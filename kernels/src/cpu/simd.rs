@@ -1,6 +1,6 @@
 //! Vector arithmetic with three instantiations: AVX2 + FMA + F16C, AVX-512 with VNNI, and portable Rust.
 //!
-//! Every CPU kernel is written once over [`Simd`]. All instantiations do the same operations on an element in the same order
+//! Every CPU kernel but the products of many rows with AVX-512 (`strips`) is written once over [`Simd`]. All instantiations do the same operations on an element in the same order
 //! and round in the same places (the portable one uses fused `mul_add`), so they give the same bits (I1), and a worker without
 //! AVX2 can stand in for one that has it. What mixes lanes is done on eight of them everywhere; where lanes stay apart, a kernel
 //! may take sixteen ([`Simd::Wide`]), one register with AVX-512 and two elsewhere. All methods are unsafe because those of

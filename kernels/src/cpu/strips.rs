@@ -209,7 +209,7 @@ fn even(whole: usize, most: usize, of: usize) -> usize {
 pub unsafe fn panels(with: With, w: &CpuWeight, x: &Operands, first: usize, last: usize) {
     let (kind, all) = (Kind::of(w.form), w.cols / GROUP);
     let most = if with == With::Amx { AMX_CHUNK } else { CHUNK };
-    let chunk = even(all, most, if w.form.unit_groups() > 1 { SUPER } else { 1 });
+    let chunk = even(all, most, if w.form.unit_groups() > 1 { SUPER } else { 1 }).max(1);
     let block = even(x.rows, (BLOCK_BYTES / w.cols.max(1)).clamp(MANY, BLOCK), 1);
     let mut scratch = Scratch { groups: [MaybeUninit::uninit(); CHUNK], sums: [MaybeUninit::uninit(); BLOCK] };
     let groups = scratch.groups.as_mut_ptr().cast::<Unpacked>();

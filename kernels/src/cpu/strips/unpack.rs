@@ -93,10 +93,6 @@ unsafe fn weights<const BITS: usize, const RAISED: bool>(pair: [*const u8; 2], v
             if BITS == 6 {
                 low = with_bits(low, moved(upper[0], 4 - 2 * at), 0x30);
                 high = with_bits(high, moved(upper[1], 4 - 2 * at), 0x30);
-                if !RAISED {
-                    low = _mm512_sub_epi8(low, _mm512_set1_epi8(32));
-                    high = _mm512_sub_epi8(high, _mm512_set1_epi8(32));
-                }
             }
             put(i, low);
             put(4 + i, high);
@@ -132,13 +128,7 @@ unsafe fn plain<const BITS: usize, const RAISED: bool>(
 
 /// Groups `first..first + count` of super-blocks; both are multiples of a super-block's.
 #[inline(always)]
-unsafe fn supers<const BITS: usize, const RAISED: bool>(
-    form: Form,
-    strip: Strip,
-    first: usize,
-    count: usize,
-    out: *mut Unpacked,
-) {
+unsafe fn supers<const BITS: usize>(form: Form, strip: Strip, first: usize, count: usize, out: *mut Unpacked) {
     for u in 0..count / SUPER {
         for v in 0..2 {
             // SAFETY: the caller's promise. Halves times small integers are exact.
@@ -151,7 +141,7 @@ unsafe fn supers<const BITS: usize, const RAISED: bool>(
                     let start = form.header_bytes() + g * form.group_bytes();
                     let (pair, out) = ([unit[0].add(start), unit[1].add(start)], out.add(u * SUPER + g));
                     let put = |i: usize, x| (*out).factors[i][v] = Vector::of(x);
-                    weights::<BITS, RAISED>(pair, v, out);
+                    weights::<BITS, true>(pair, v, out);
                     if BITS < 6 {
                         put(0, _mm512_mul_ps(d, small(pair, form.weight_bytes())));
                         put(1, _mm512_mul_ps(dmin, small(pair, form.weight_bytes() + LANES)));
@@ -168,8 +158,8 @@ unsafe fn supers<const BITS: usize, const RAISED: bool>(
     }
 }
 
-/// Unpacks groups `first..first + count` of a strip; whole super-blocks where there are such. Signed weights of 8 and 6 bits may be
-/// raised by 128 and 32, for instructions that take unsigned ones.
+/// Unpacks groups `first..first + count` of a strip; whole super-blocks where there are such. Signed weights of 8 bits may be raised
+/// by 128, for instructions that take unsigned ones; those of 6 bits are.
 ///
 /// # Safety
 /// The panels have the groups, `out` has room for them; the CPU has AVX-512.
@@ -177,16 +167,15 @@ unsafe fn supers<const BITS: usize, const RAISED: bool>(
 pub unsafe fn unpack(form: Form, strip: Strip, (first, count): (usize, usize), raised: bool, out: *mut Unpacked) {
     // SAFETY: the caller's promise.
     unsafe {
-        match (form, raised) {
-            (Form::U4, _) => plain::<4, true>(Form::U4, strip, first, count, out),
-            (Form::U5, _) => plain::<5, true>(Form::U5, strip, first, count, out),
-            (Form::I8, true) => plain::<8, true>(Form::I8, strip, first, count, out),
-            (Form::I8, false) => plain::<8, false>(Form::I8, strip, first, count, out),
-            (Form::U4Super, _) => supers::<4, true>(Form::U4Super, strip, first, count, out),
-            (Form::U5Super, _) => supers::<5, true>(Form::U5Super, strip, first, count, out),
-            (Form::U6Super, true) => supers::<6, true>(Form::U6Super, strip, first, count, out),
-            (Form::U6Super, false) => supers::<6, false>(Form::U6Super, strip, first, count, out),
-            (Form::F32 | Form::F16 | Form::Bf16, _) => unreachable!("dense weights are not unpacked"),
+        match form {
+            Form::U4 => plain::<4, true>(Form::U4, strip, first, count, out),
+            Form::U5 => plain::<5, true>(Form::U5, strip, first, count, out),
+            Form::I8 if raised => plain::<8, true>(Form::I8, strip, first, count, out),
+            Form::I8 => plain::<8, false>(Form::I8, strip, first, count, out),
+            Form::U4Super => supers::<4>(Form::U4Super, strip, first, count, out),
+            Form::U5Super => supers::<5>(Form::U5Super, strip, first, count, out),
+            Form::U6Super => supers::<6>(Form::U6Super, strip, first, count, out),
+            Form::F32 | Form::F16 | Form::Bf16 => unreachable!("dense weights are not unpacked"),
         }
     }
 }
