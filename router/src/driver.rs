@@ -160,9 +160,9 @@ impl Driver {
                 None => {
                     let input = self.happens(choice.next_wake()).await;
                     // The decode worker knows first, and its word is not behind a prefill worker's long step.
-                    let decode = self.decode.as_ref().and_then(Leg::transferred);
-                    let told = decode.or_else(|| self.prefill.as_ref().and_then(Leg::transferred));
-                    self.trace.heard(&input, told);
+                    let decode = self.decode.as_mut().and_then(Leg::take_transferred);
+                    let prefill = self.prefill.as_mut().and_then(Leg::take_transferred);
+                    self.trace.heard(&input, decode.or(prefill));
                     input
                 }
             };

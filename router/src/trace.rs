@@ -223,10 +223,10 @@ impl Trace {
         self.mark(Mark::Recovering { leg, cause: beginning(cause) });
     }
 
-    /// A worker said something, or its stream ended. `handoff`: what was said so far of the present handoff that has succeeded, and when.
-    pub fn heard(&self, input: &ChoiceInput, handoff: Option<(Instant, &v1::Transferred)>) {
+    /// A worker said something, or its stream ended. `handoff`: what was said meanwhile of a handoff that has succeeded, and when.
+    pub fn heard(&self, input: &ChoiceInput, handoff: Option<(Instant, v1::Transferred)>) {
         if let Some((at, told)) = handoff {
-            self.transferred(at, told);
+            self.transferred(at, &told);
         }
         let lost = |leg, end: &LegEnd| Some(Mark::Lost { leg, why: why(end) });
         let mark = match input {
@@ -247,7 +247,7 @@ impl Trace {
         mark.into_iter().for_each(|mark| self.mark(mark));
     }
 
-    /// KV was verified then; told again and again, and noted once for each attempt.
+    /// KV was verified then. Both workers say so; the first word of each attempt counts.
     fn transferred(&self, at: Instant, told: &v1::Transferred) {
         let at = self.since(at);
         let mut state = self.state();
@@ -504,9 +504,9 @@ mod tests {
         tokio::time::advance(Duration::from_millis(5)).await;
         let told = v1::Transferred { bytes: 77, seconds: 0.2, transport: "shm".into() };
         let verified = Instant::now() - Duration::from_millis(1);
-        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((verified, &told)));
-        let later = v1::Transferred { bytes: 78, ..told.clone() };
-        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((Instant::now(), &later)));
+        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((verified, told.clone())));
+        let later = v1::Transferred { bytes: 78, ..told };
+        trace.heard(&ChoiceInput::PrefillSaid(PrefillWord::Transferred), Some((Instant::now(), later)));
         trace.token(Instant::now());
         trace.recovering(Leg::Decode, "it went away");
         trace.finished(FinishReason::Stop, 4);

@@ -65,6 +65,10 @@ fn the_page_tells_what_the_cluster_does() -> anyhow::Result<()> {
     let choice = &request["choices"][0];
     ensure!(choice["tokens"] == 6 && choice["token_us"].as_array().map(Vec::len) == Some(6), "{choice}");
     ensure!(choice["outcome"] == "ok" && choice["prefill"].is_string(), "{choice}");
+    // Both workers say that the KV is verified; the decode worker says it before it goes on.
+    let marks = choice["marks"].as_array().context("marks")?;
+    let verified: Vec<_> = marks.iter().filter(|mark| mark["what"] == "KV verified").collect();
+    ensure!(verified.len() == 1 && verified[0]["at_us"].as_u64() <= choice["token_us"][1].as_u64(), "{choice}");
     // 256 bytes of KV a token, in whole blocks.
     let tokens = choice["prompt_tokens"].as_u64().context("tokens")?;
     ensure!(choice["handoff"]["bytes"] == tokens.div_ceil(16) * 16 * 256, "{choice}");
@@ -202,14 +206,17 @@ fn the_walk_through_shows_what_is_in_the_pools() -> anyhow::Result<()> {
     ensure!(blocks["decode"]["blocks"].as_array().context("blocks")?[..] == decode[..3], "{blocks}, but {decode:?}");
 
     for (asked, status, wrong) in [
-        (json!({"layer": 2}), 503, "layer is 2"),
-        (json!({"head": 2}), 503, "kv_head is 2; the layer has 2"),
-        (json!({"model": "none"}), 503, "none"),
+        (json!({"layer": 2}), 400, "layer is 2"),
+        (json!({"head": 2}), 400, "kv_head is 2; the layer has 2"),
+        (json!({"model": "none"}), 400, "none"),
         (json!({"row": 1}), 400, "unknown field `row`"),
     ] {
         let (got, told) = tour(asked.clone())?;
         ensure!(got == status && told["error"].to_string().contains(wrong), "{asked}: {got} {told}");
     }
+    // What is not there is no reason to ask the model again.
+    let (_, told) = tour(json!({}))?;
+    ensure!(told["first"]["request"] == requests[0], "{}, not {}", told["first"]["request"], requests[0]);
     cluster.wait_idle()?;
     cluster.stop()
 }

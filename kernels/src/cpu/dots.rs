@@ -8,7 +8,7 @@
 mod avx2;
 mod portable;
 #[cfg(target_arch = "x86_64")]
-mod vnni;
+pub(super) mod vnni;
 
 use super::element::Element;
 use super::simd::{Floats, Simd};

@@ -35,7 +35,9 @@ async fn blocks(workers: &Workers, trace: &Trace) -> Value {
         let asked = ColumnsRequest { prefix: Some(prefix(tokens, salt)), only_blocks: true, ..Default::default() };
         let told = workers.columns(worker?, asked).await;
         let told = told.map(|ColumnsResponse { blocks, .. }| blocks);
-        Some(json!({"worker": worker?.to_string(), "blocks": told.as_ref().ok(), "error": told.as_ref().err()}))
+        Some(
+            json!({"worker": worker?.to_string(), "blocks": told.as_ref().ok(), "error": told.as_ref().err().map(|status| status.message())}),
+        )
     };
     let (prefill, decode) = futures::join!(at(shares.prefill), at(shares.decode));
     json!({"block_size": workers.block_size(), "prefill": prefill, "decode": decode})

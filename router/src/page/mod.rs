@@ -31,7 +31,7 @@ use crate::front::Front;
 use crate::models::Models;
 use calculator::Asked;
 use feed::Feed;
-use tour::{Tours, Wanted};
+use tour::{NoTour, Tours, Wanted};
 
 /// What serves requests, once the router has opened its models: the admin endpoint starts before.
 pub(crate) type Opened = Arc<OnceLock<Arc<Front>>>;
@@ -130,7 +130,8 @@ async fn tour(front: Option<&Arc<Front>>, tours: &Tours, wanted: Result<Json<Wan
     let (status, wrong) = match wanted {
         Ok(Json(wanted)) => match tours.take(front, wanted).await {
             Ok(tour) => return Json(tour).into_response(),
-            Err(wrong) => (StatusCode::SERVICE_UNAVAILABLE, wrong),
+            Err(NoTour::Away(why)) => (StatusCode::SERVICE_UNAVAILABLE, why),
+            Err(NoTour::Wrong(why)) => (StatusCode::BAD_REQUEST, why),
         },
         Err(wrong) => (StatusCode::BAD_REQUEST, wrong.body_text()),
     };

@@ -11,8 +11,10 @@ use baton_types::{RequestId, SamplingParams, WorkerId, random_u64};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
+use tonic::{Code, Status};
 
 use super::holders::prefix;
+use crate::error::RequestError;
 use crate::front::Front;
 use crate::input::GenerateInput;
 use crate::models::Served;
@@ -121,6 +123,32 @@ pub(super) struct Tour {
     after: Kept,
 }
 
+/// Why there is no tour, for people.
+#[derive(Debug)]
+pub(super) enum NoTour {
+    /// What was asked for is not there, in this recording or another.
+    Wrong(String),
+    /// Another recording may do better.
+    Away(String),
+}
+
+impl From<Status> for NoTour {
+    fn from(status: Status) -> NoTour {
+        let why = status.message().to_owned();
+        if status.code() == Code::InvalidArgument { NoTour::Wrong(why) } else { NoTour::Away(why) }
+    }
+}
+
+impl From<RequestError> for NoTour {
+    fn from(error: RequestError) -> NoTour {
+        NoTour::Away(error.message)
+    }
+}
+
+fn away(why: impl Into<String>) -> NoTour {
+    NoTour::Away(why.into())
+}
+
 /// The recordings, by model. One is made at a time.
 #[derive(Debug, Default)]
 pub(super) struct Tours(Mutex<HashMap<String, Recorded>>);
@@ -129,14 +157,15 @@ impl Tours {
     /// A tour: of the recording that there is, or of a new one where its KV is gone.
     ///
     /// # Errors
-    /// For people: why there is none.
-    pub async fn take(&self, front: &Front, wanted: Wanted) -> Result<Tour, String> {
-        let served = front.models.named(&wanted.model).map_err(|error| error.message)?;
+    /// Why there is none.
+    pub async fn take(&self, front: &Front, wanted: Wanted) -> Result<Tour, NoTour> {
+        let served = front.models.named(&wanted.model).map_err(|error| NoTour::Wrong(error.message))?;
         let mut all = self.0.lock().await;
-        if let Some(recorded) = all.get(served.model.id())
-            && let Ok(tour) = tour(served, recorded, &wanted).await
-        {
-            return Ok(tour);
+        if let Some(recorded) = all.get(served.model.id()) {
+            match tour(served, recorded, &wanted).await {
+                Err(NoTour::Away(_)) => {}
+                told => return told,
+            }
         }
         let recorded = record(front, served).await?;
         let told = tour(served, &recorded, &wanted).await;
@@ -146,10 +175,10 @@ impl Tours {
 }
 
 /// Has both requests answered.
-async fn record(front: &Front, served: &Served) -> Result<Recorded, String> {
+async fn record(front: &Front, served: &Served) -> Result<Recorded, NoTour> {
     let block = served.workers.block_size() as usize;
     if block == 0 || block > BLOCK {
-        return Err(format!("blocks of {block} tokens are not shown, only of 1 to {BLOCK}"));
+        return Err(away(format!("blocks of {block} tokens are not shown, only of 1 to {BLOCK}")));
     }
     let (length, common) = (PROMPT.next_multiple_of(block), COMMON.next_multiple_of(block));
     let prompt = tokens(served, TEXT, length).await?;
@@ -162,16 +191,16 @@ async fn record(front: &Front, served: &Served) -> Result<Recorded, String> {
 }
 
 /// So many tokens of a text. Where a tokenizer makes fewer of it, it goes on from its beginning.
-async fn tokens(served: &Served, text: &str, count: usize) -> Result<Vec<u32>, String> {
-    let ids = served.model.encode_bare(text.to_owned()).await.map_err(|error| error.message)?;
+async fn tokens(served: &Served, text: &str, count: usize) -> Result<Vec<u32>, NoTour> {
+    let ids = served.model.encode_bare(text.to_owned()).await?;
     match ids.is_empty() {
-        true => Err("the tokenizer makes no tokens of the text".to_owned()),
+        true => Err(away("the tokenizer makes no tokens of the text")),
         false => Ok(ids.iter().copied().cycle().take(count).collect()),
     }
 }
 
 /// Asks for an answer of so many tokens, the same each time.
-async fn ask(front: &Front, served: &Served, salt: &str, prompt: Vec<u32>, tokens: usize) -> Result<Asked, String> {
+async fn ask(front: &Front, served: &Served, salt: &str, prompt: Vec<u32>, tokens: usize) -> Result<Asked, NoTour> {
     let request = format!("tour-{:016x}", random_u64());
     let received = Instant::now();
     let input = GenerateInput {
@@ -193,32 +222,33 @@ async fn ask(front: &Front, served: &Served, salt: &str, prompt: Vec<u32>, token
         received,
         span: None,
     };
-    let mut generation = front.generate(input).await.map_err(|error| error.message)?;
+    let mut generation = front.generate(input).await?;
     let mut answer = Vec::with_capacity(tokens);
     while let Some(event) = generation.next().await {
         match event.kind {
             EventKind::Token { piece, .. } => answer.push(piece.token.id),
-            EventKind::Failed(error) => return Err(error.message),
+            EventKind::Failed(error) => return Err(error.into()),
             EventKind::Scored(_) | EventKind::Finished { .. } => {}
         }
     }
-    let trace = served.workers.traces().choices(&request).pop().ok_or("the request was forgotten already")?;
+    let trace =
+        served.workers.traces().choices(&request).pop().ok_or_else(|| away("the request was forgotten already"))?;
     Ok(Asked { request, prompt, answer, cached: trace.cached(), shares: trace.shares() })
 }
 
 /// Reads the KV of a recording.
-async fn tour(served: &Served, recorded: &Recorded, wanted: &Wanted) -> Result<Tour, String> {
+async fn tour(served: &Served, recorded: &Recorded, wanted: &Wanted) -> Result<Tour, NoTour> {
     let Recorded { salt, first, second } = recorded;
     let block_size = served.workers.block_size();
     let kv = |worker: Option<WorkerId>, tokens: Vec<u32>| async move {
-        let worker = worker.ok_or("no worker answered")?;
+        let worker = worker.ok_or_else(|| away("no worker answered"))?;
         let full = tokens.len() / block_size.max(1) as usize;
         let (prefix, layer) = (Some(prefix(&tokens, salt)), wanted.layer);
         let asked = ColumnsRequest { prefix, layer, kv_head: wanted.head, only_blocks: false };
         let told = served.workers.columns(worker, asked).await?;
         match told.blocks.len() {
             held if held >= full => Ok((worker, told)),
-            held => Err(format!("worker {worker} has {held} of {full} blocks of it left")),
+            held => Err(away(format!("worker {worker} has {held} of {full} blocks of it left"))),
         }
     };
     let kept = |(worker, told): (WorkerId, ColumnsResponse)| {

@@ -171,27 +171,16 @@ fn whole(place: SpanPlace, subject: &Subject, state: &State, received: SystemTim
 
 #[cfg(test)]
 mod tests {
-    use baton_types::{Class, FinishReason, RequestId};
+    use baton_types::FinishReason;
 
+    use super::super::tests::subject;
     use super::*;
 
     /// A prefill worker is lost before the first token: what the decode worker had reserved is given up, too.
     #[test]
     fn a_recovery_ends_what_both_workers_did() {
         let place = SpanPlace::first();
-        let (request, received) = (RequestId("r".to_owned()), Instant::now());
-        let class = Class::default();
-        let subject = Subject {
-            request,
-            choice: 0,
-            class,
-            received,
-            prompt_tokens: 9,
-            prompt: None,
-            kv: None,
-            targets: None,
-            span: Some(place),
-        };
+        let subject = Subject { span: Some(place), ..subject("r") };
         let (worker, span) = (WorkerId(1), Some(place.child()));
         let marks = vec![
             (20, Mark::Decode { worker, local: false, span }),
@@ -215,7 +204,7 @@ mod tests {
     #[test]
     fn a_handoff_that_is_verified_before_the_first_token_is_heard_has_an_end() {
         let place = SpanPlace::first();
-        let subject = Subject { span: Some(place), ..super::super::tests::subject("r") };
+        let subject = Subject { span: Some(place), ..subject("r") };
         let (worker, span) = (WorkerId(1), Some(place.child()));
         let marks = vec![
             (20, Mark::Decode { worker, local: false, span }),
@@ -234,19 +223,7 @@ mod tests {
     fn what_a_lost_worker_did_ends_with_its_loss() {
         let place = SpanPlace::first();
         let (decode, prefill) = (|| Some(place.child()), || Some(place.child()));
-        let (request, received) = (RequestId("r".to_owned()), Instant::now());
-        let class = Class::default();
-        let subject = Subject {
-            request,
-            choice: 0,
-            class,
-            received,
-            prompt_tokens: 9,
-            prompt: None,
-            kv: None,
-            targets: None,
-            span: Some(place),
-        };
+        let subject = Subject { span: Some(place), ..subject("r") };
         let worker = WorkerId(1);
         let why = || "it went away".to_owned();
         let marks = vec![

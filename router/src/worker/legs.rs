@@ -121,9 +121,9 @@ impl<W: Word> Leg<W> {
         Leg { stage, transferred: None }
     }
 
-    /// What the worker said of the handoff, once it has succeeded.
-    pub fn transferred(&self) -> Option<(Instant, &v1::Transferred)> {
-        self.transferred.as_ref().map(|(at, told)| (*at, told))
+    /// What the worker said of the handoff that has succeeded, and when. Returned once.
+    pub fn take_transferred(&mut self) -> Option<(Instant, v1::Transferred)> {
+        self.transferred.take()
     }
 
     /// The next message; an error when there is none any more.

@@ -10,6 +10,7 @@ use baton_proto::v1::{ColumnsRequest, ColumnsResponse, StatusRequest, StatusResp
 use baton_types::WorkerId;
 use futures::{StreamExt, stream};
 use tokio::time::{Instant, timeout};
+use tonic::Status;
 
 use super::Workers;
 
@@ -63,14 +64,18 @@ impl Workers {
     /// The blocks in which a worker holds a prefix, and K and V of one head, if asked for.
     ///
     /// # Errors
-    /// For people: the worker is gone, does not answer, or is of a version that does not know this.
-    pub async fn columns(&self, worker: WorkerId, asked: ColumnsRequest) -> Result<ColumnsResponse, String> {
-        let channel = self.table().channels.get(&worker).cloned().ok_or_else(|| format!("worker {worker} is gone"))?;
+    /// For people: the worker is gone, does not answer, or is of a version that does not know this; or what is asked for is not there (`InvalidArgument`).
+    pub async fn columns(&self, worker: WorkerId, asked: ColumnsRequest) -> Result<ColumnsResponse, Status> {
+        let channel = self.table().channels.get(&worker).cloned();
+        let channel = channel.ok_or_else(|| Status::not_found(format!("worker {worker} is gone")))?;
         let mut client = WorkerClient::new(channel).max_decoding_message_size(COLUMNS);
         match timeout(LOOK, client.columns(asked)).await {
             Ok(Ok(told)) => Ok(told.into_inner()),
-            Ok(Err(status)) => Err(format!("worker {worker}: {}", status.message())),
-            Err(_) => Err(format!("worker {worker} did not answer within {} s", LOOK.as_secs())),
+            Ok(Err(status)) => Err(Status::new(status.code(), format!("worker {worker}: {}", status.message()))),
+            Err(_) => {
+                let late = format!("worker {worker} did not answer within {} s", LOOK.as_secs());
+                Err(Status::deadline_exceeded(late))
+            }
         }
     }
 

@@ -81,7 +81,7 @@ metrics! {
         FLOPS: counter "baton_flops_total" by "" of "workers",
             "operations of the model's arithmetic in steps, a multiplication and an addition as two; norms, activations and softmax left out";
         READ_BYTES: counter "baton_read_bytes_total" by "" of "workers",
-            "bytes that steps had to read at least: all weights once a step, and the KV of the tokens of decode rows";
+            "bytes that steps have to read: all weights once a step, and the KV of all tokens of decode rows, those beyond a layer's window included";
         CEILING: gauge "baton_ceiling" by "`of` (read_bytes, f32_flops, int8_ops)" of "workers",
             "what the processor can do at most in a second, measured at the start with `measure_ceilings`; on the CPU, products of quantised models are 8-bit operations";
         GPU_BUSY: gauge "baton_gpu_busy_ratio" by "`gpu` (number of the worker's own, from 0)" of "workers",

@@ -41,7 +41,7 @@ unsafe fn nibbles(w: Panels, i: usize) -> (__m512i, __m512i) {
 /// # Safety
 /// The CPU has AVX-512.
 #[inline(always)]
-unsafe fn moved(x: __m512i, by: i32) -> __m512i {
+pub(in crate::cpu) unsafe fn moved(x: __m512i, by: i32) -> __m512i {
     // SAFETY: the caller's promise.
     unsafe {
         match by {
@@ -57,7 +57,7 @@ unsafe fn moved(x: __m512i, by: i32) -> __m512i {
 /// # Safety
 /// The CPU has AVX-512.
 #[inline(always)]
-unsafe fn with_bits(x: __m512i, y: __m512i, mask: i8) -> __m512i {
+pub(in crate::cpu) unsafe fn with_bits(x: __m512i, y: __m512i, mask: i8) -> __m512i {
     // SAFETY: the caller's promise. 0xf8 is x | (y & mask).
     unsafe { _mm512_ternarylogic_epi64::<0xf8>(x, y, _mm512_set1_epi8(mask)) }
 }

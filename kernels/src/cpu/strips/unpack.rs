@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::super::dots::vnni::{moved, with_bits};
 use super::super::packing::{Form, SUPER};
 use super::super::simd::LANES;
 use super::{PANELS, Unpacked, Vector};
@@ -43,26 +44,6 @@ unsafe fn small(pair: [*const u8; 2], at: usize) -> __m512 {
     unsafe {
         let (low, high) = (_mm_loadl_epi64(pair[0].add(at).cast()), _mm_loadl_epi64(pair[1].add(at).cast()));
         _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high)))
-    }
-}
-
-/// `x`, and the bits of `y` under a mask.
-#[inline(always)]
-unsafe fn with_bits(x: __m512i, y: __m512i, mask: i8) -> __m512i {
-    // SAFETY: the caller's promise. 0xf8 is x | (y & mask).
-    unsafe { _mm512_ternarylogic_epi64::<0xf8>(x, y, _mm512_set1_epi8(mask)) }
-}
-
-/// Moves bits to higher places by `by`, or to lower ones where `by` is negative, in 16-bit lanes.
-#[inline(always)]
-unsafe fn moved(x: __m512i, by: i32) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match by {
-            0 => x,
-            1.. => _mm512_sll_epi16(x, _mm_cvtsi32_si128(by)),
-            _ => _mm512_srl_epi16(x, _mm_cvtsi32_si128(-by)),
-        }
     }
 }
 
