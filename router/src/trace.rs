@@ -529,6 +529,20 @@ mod tests {
         assert!(traces.choices("s").is_empty());
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn each_attempt_has_a_handoff_of_its_own() {
+        let trace = Traces::default().begin(subject("r"));
+        let told = |bytes| Some((Instant::now(), v1::Transferred { bytes, seconds: 0.2, transport: "shm".into() }));
+        for (attempt, bytes) in [(1, 77), (2, 78)] {
+            trace.opens_decode(WorkerId(10 * attempt), false);
+            trace.opens_prefill(WorkerId(10 * attempt + 1));
+            trace.heard(&ChoiceInput::Wake, told(bytes));
+            assert_eq!(trace.whole()["handoff"]["bytes"], bytes);
+            assert_eq!(trace.whole()["handoff"]["to"], WorkerId(10 * attempt).to_string());
+            trace.recovering(Leg::Decode, "it went away");
+        }
+    }
+
     /// I5.
     #[test]
     fn traces_are_bounded() {

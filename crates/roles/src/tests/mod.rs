@@ -9,4 +9,5 @@ mod draining;
 mod exchange;
 mod prefill;
 mod rig;
+mod steps;
 mod tiers;

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
 use baton_engine::{
-    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Share, Start, SwapConfig, Time,
+    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start, SwapConfig, Time,
 };
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
-use crate::{Effect, Input, RoleCore, StepLaunch, WorkerCore, exchange, tiers};
+use crate::{Effect, Input, RoleCore, StepDone, StepLaunch, WorkerCore, exchange, tiers};
 
 pub(super) const VOCAB: u32 = 50;
 pub(super) const BLOCK: u32 = 4;
@@ -34,6 +34,10 @@ pub(super) struct Rig<R: RoleCore> {
     pub writes: u32,
     /// The error with which handoffs refuse every write; `None`: they accept.
     pub refuse: Option<TransferError>,
+    /// Why every step fails; `None`: it does not.
+    pub fails: Option<RunError>,
+    /// Results of the steps so far.
+    pub stepped: Vec<StepDone>,
 }
 
 impl<R: RoleCore> Rig<R> {
@@ -48,7 +52,8 @@ impl<R: RoleCore> Rig<R> {
         let layout = Arc::new(geometry.layout.clone());
         let core = WorkerCore::new(engine, make(layout.clone()), layout, LEASE, false);
         let (model, said, exchanged) = (FakeModel::new(geometry, VOCAB), Vec::new(), Vec::new());
-        Rig { core, model, said, exchanged, tiered: Vec::new(), now: Time(0), writes: 0, refuse: None }
+        let (tiered, stepped) = (Vec::new(), Vec::new());
+        Rig { core, model, said, exchanged, tiered, now: Time(0), writes: 0, refuse: None, fails: None, stepped }
     }
 
     /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
@@ -67,9 +72,10 @@ impl<R: RoleCore> Rig<R> {
                 Effect::Collect { step, .. } => {
                     let (mut out, model) = (Vec::new(), &mut self.model);
                     let outcome = self.core.with_batch(step, |batch| model.collect(batch, &mut out)).unwrap();
+                    let outcome = self.fails.clone().map_or(outcome, Err);
                     self.core.feed(Input::Collected { outcome: outcome.map(|()| out), lost: None }, self.now);
                 }
-                Effect::Stepped(_) => {}
+                Effect::Stepped(done) => self.stepped.push(done),
                 Effect::Ended(error) => panic!("{error}"),
             }
         }

@@ -104,6 +104,13 @@ mod tests {
         std::fs::write(DOCS, table::page(&docs)).unwrap();
     }
 
+    #[test]
+    fn help_is_plain_text() {
+        let metric = |help| Metric { section: "", name: "baton_a_seconds", kind: Kind::Gauge, by: "", of: "", help };
+        assert_eq!(metric("of a [store](store.md#it), not `none`; [more](x)").help(), "Of a store, not none; more");
+        assert!(list::ALL.iter().all(|metric| !metric.help().contains(['[', ']', '`'])));
+    }
+
     /// Prometheus' conventions: what is counted ends in `_total`, and base units end a name.
     #[test]
     fn names_say_what_they_count() {

@@ -39,9 +39,13 @@ fn report(outbound: &mut Outbound) {
 }
 
 /// Completes handoff 7, which has access; returns the channel that receives its outcome.
-fn complete(outbound: &mut Outbound, line: &mut Line, now: Instant) -> mpsc::Receiver<Result<(), TransferError>> {
+fn complete(
+    outbound: &mut Outbound,
+    line: &mut Line,
+    now: Instant,
+) -> mpsc::Receiver<Result<TransferStats, TransferError>> {
     let (tell, told) = mpsc::channel();
-    let done = Done::new(Box::new(move |outcome| drop(tell.send(outcome.map(drop)))));
+    let done = Done::new(Box::new(move |outcome| drop(tell.send(outcome))));
     assert!(line.complete(Epoch(7), Vec::new(), done).is_ok());
     assert!(outbound.next_op(now, line));
     told
@@ -133,5 +137,20 @@ fn the_verification_of_a_handoff_that_was_given_up_says_nothing_of_the_next_unde
     let told = complete(&mut outbound, &mut line, now);
     outbound.frame(verified(), TransportKind::Shm, now, &mut line).unwrap();
     report(&mut outbound);
-    assert_eq!(told.recv().unwrap(), Ok(()));
+    assert!(told.recv().unwrap().is_ok());
+}
+
+#[test]
+fn what_the_peer_takes_to_verify_is_counted_from_the_completion() {
+    let (now, (mut outbound, mut line)) = (Instant::now(), session());
+    line.begin(core(7, now)).unwrap();
+    begins(&mut outbound, &mut line, now);
+    outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
+    let told = complete(&mut outbound, &mut line, now + Duration::from_secs(2));
+    outbound
+        .frame(Frame::Verified { epoch: Epoch(7) }, TransportKind::Shm, now + Duration::from_secs(3), &mut line)
+        .unwrap();
+    report(&mut outbound);
+    let stats = told.recv().unwrap().unwrap();
+    assert_eq!((stats.seconds, stats.verify_seconds), (3.0, 1.0));
 }

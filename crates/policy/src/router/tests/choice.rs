@@ -231,6 +231,15 @@ fn verdicts(inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outc
     verdicts_in(Class::Interactive, inputs)
 }
 
+#[test]
+fn what_a_request_asks_of_its_placement_is_asked() {
+    for handed_over in [false, true] {
+        let scene = Scene::asked(|new| NewRequest { handed_over, class: Class::Batch, ..new });
+        let [Effect::Place(ask)] = &scene.effects[..] else { panic!("{:?}", scene.effects) };
+        assert_eq!((ask.handed_over, ask.class, ask.tokens), (handed_over, Class::Batch, 2));
+    }
+}
+
 fn verdicts_in(class: Class, inputs: impl IntoIterator<Item = ChoiceInput>) -> Vec<(Subject, Outcome)> {
     let mut scene = Scene::in_class(class, &[1, 2], false, Patience { first_token: 2 * DEADLINE, token: 2 * DEADLINE });
     let mut verdicts = Vec::new();

@@ -99,13 +99,18 @@ impl Scene {
     }
 
     fn in_class(class: Class, prompt: &[u32], scored: bool, patience: Patience) -> Scene {
+        Scene::asked(|new| NewRequest { class, prompt: prompt.into(), scored, patience, ..new })
+    }
+
+    /// Of a request that differs from a usual one.
+    fn asked(differs: impl FnOnce(NewRequest) -> NewRequest) -> Scene {
         let now = Instant::now();
-        let new = NewRequest {
-            prompt: prompt.into(),
+        let new = differs(NewRequest {
+            prompt: [1, 2].into(),
             names: Vec::new().into(),
             block_size: 2,
             cache_salt: String::new(),
-            scored,
+            scored: false,
             limits: RequestLimits {
                 max_tokens: 8,
                 stop_token_ids: vec![99],
@@ -113,11 +118,11 @@ impl Scene {
                 worker_wait: Duration::from_secs(2),
             },
             deadline: now + DEADLINE,
-            patience,
+            patience: Patience { first_token: 2 * DEADLINE, token: 2 * DEADLINE },
             slo: Default::default(),
-            class,
+            class: Class::Interactive,
             handed_over: false,
-        };
+        });
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);
         Scene { choice, begun: now, now, effects }
