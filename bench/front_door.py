@@ -240,7 +240,7 @@ def main():
     parser.add_argument("--baton", required=True, help="the program to measure")
     parser.add_argument("--tool", required=True, help="the built example front_door")
     parser.add_argument("--other", action="append", default=[], metavar="NAME=PROGRAM", help="another Baton beside it")
-    parser.add_argument("--seen", metavar="COLLECTOR", help="only what it costs to see it: with a page open, and with traces of 1% and of all requests "
+    parser.add_argument("--seen", metavar="COLLECTOR", help="only what it costs to see it: with a page open, and with traces of 1%% and of all requests "
                         "sent to this OpenTelemetry collector, which tests/traces/run builds as target/otelcol/otelcol")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND",
                         help="a router that passes HTTP through; {port}, {backends} and {free} in the command are filled in")
