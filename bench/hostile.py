@@ -10,7 +10,9 @@ clients lose is lost there; "other core" says how busy it is. Each attack runs a
 import argparse
 import asyncio
 import collections
+import fcntl
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,6 +22,8 @@ import statistics
 import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 import urllib.request
 
@@ -311,6 +315,37 @@ async def stop_reading(router, count, tokens):
     return sockets
 
 
+class Watch:
+    """Looks every second at what sockets that are not read hold, and at how many answers are in progress."""
+
+    def __init__(self, router, sockets):
+        self.router, self.sockets = router, sockets
+        # Of each socket the bytes it holds, and since when.
+        self.held, self.seen, self.over = [(-1, 0.0)] * len(sockets), [(time.monotonic(), router.running())], threading.Event()
+        self.thread = threading.Thread(target=self.look, daemon=True)
+        self.thread.start()
+
+    def look(self):
+        while not self.over.wait(1):
+            now = time.monotonic()
+            for number, each in enumerate(self.sockets):
+                count = struct.unpack("i", fcntl.ioctl(each, termios.FIONREAD, bytes(4)))[0]
+                if count != self.held[number][0]:
+                    self.held[number] = (count, now)
+            self.seen.append((now, self.router.running()))
+
+    def running(self):
+        return self.seen[-1][1]
+
+    def end(self, most):
+        """Seconds from when the nth socket was full to when the nth place was back, for each n."""
+        self.over.set()
+        self.thread.join()
+        full = sorted(since for _, since in self.held)
+        back = (next((when for when, running in self.seen if running < most - number), math.inf) for number in range(len(full)))
+        return [then - since for since, then in zip(full, back)]
+
+
 def streams(options):
     """Many streams at once, a tenth of which stop reading."""
     stalled = options.streams // 10
@@ -327,11 +362,12 @@ def streams(options):
         print(f"{held} streams, {(memory - before) / max(held, 1) / 1024:.1f} KiB of the router's memory each", flush=True)
         alone = [router.load(10, 5, 1)["first_ms"]["p99"] for _ in range(8)]
         sockets = asyncio.run(stop_reading(router, stalled, 60_000))
-        most, begun, beside, log = router.running(), time.monotonic(), [], []
-        while router.running() > most - stalled and time.monotonic() - begun < 240:
+        most, begun, beside, watch = router.running(), time.monotonic(), [], Watch(router, sockets)
+        while watch.running() > most - stalled and time.monotonic() - begun < 240:
             beside.append(router.load(10, 5, 1)["first_ms"]["p99"])
-            log.append(router.running())
-        print(f"{most} streams, {stalled} of which are not read: back to {log[-1]} after {time.monotonic() - begun:.0f} s")
+        print(f"{most} streams, {stalled} of which are not read: back to {watch.running()} after {time.monotonic() - begun:.0f} s")
+        late = watch.end(most)
+        print(f"a place came back {statistics.median(late):.0f} s (median) and at most {max(late):.0f} s after a client's system had taken its last byte")
         for when, told in ("meanwhile", beside), ("before", alone):
             print(f"first token of new requests {when}, p99 of a load of 5 s: {statistics.median(told):.0f} ms (median of {len(told)} loads), "
                   f"{max(told):.0f} ms (worst)")

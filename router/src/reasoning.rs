@@ -4,6 +4,7 @@
 //! begins within the thoughts. What is split does not depend on how the text was cut into pieces. Pure.
 
 use baton_model_text::THOUGHTS;
+use compact_str::CompactString;
 
 use crate::tools::begun;
 
@@ -11,7 +12,7 @@ use crate::tools::begun;
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Split {
     pub reasoning: String,
-    pub text: String,
+    pub text: CompactString,
 }
 
 /// The splitter of one answer.
@@ -48,7 +49,7 @@ impl Reasoning {
     /// Takes the next piece.
     pub fn push(&mut self, text: &str) -> Split {
         if self.state == State::Answer {
-            return Split { text: text.to_owned(), ..Split::default() };
+            return Split { text: text.into(), ..Split::default() };
         }
         self.held.push_str(text);
         let mut split = Split::default();
@@ -62,7 +63,7 @@ impl Reasoning {
         match std::mem::replace(&mut self.state, State::Answer) {
             State::Opening | State::Thinking => Split { reasoning: held.trim_end().to_owned(), ..Split::default() },
             State::Between => Split::default(),
-            State::Begin | State::Answer => Split { text: held, ..Split::default() },
+            State::Begin | State::Answer => Split { text: held.into(), ..Split::default() },
         }
     }
 

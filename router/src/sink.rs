@@ -10,6 +10,7 @@ use baton_model_text::TextStream;
 use baton_policy::Taken;
 use baton_runtime::config::format_duration;
 use baton_types::{ErrorKind, FinishReason, TokenOut, Usage};
+use compact_str::CompactString;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -42,7 +43,7 @@ impl Event {
             EventKind::Token { .. } => EventKind::Scored(Vec::new()),
             EventKind::Finished { usage, .. } => EventKind::Finished {
                 reason: FinishReason::Length,
-                text: String::new(),
+                text: CompactString::default(),
                 usage: Usage { completion_tokens: 0, ..usage },
             },
             kind => kind,
@@ -61,14 +62,14 @@ pub(crate) enum EventKind {
         /// The token and its place in the text.
         piece: Piece,
         /// New text. It may be empty, and may belong to earlier tokens.
-        text: String,
+        text: CompactString,
     },
     /// The answer is complete.
     Finished {
         /// Why it ended.
         reason: FinishReason,
         /// Text that was held back until now.
-        text: String,
+        text: CompactString,
         /// Tokens that this choice used.
         usage: Usage,
     },
@@ -169,7 +170,7 @@ impl Sink {
         let piece = Piece { offset: self.chars, token };
         // A token that ends the answer is not part of its text.
         let ends = self.way.stop_ids.contains(&piece.token.id);
-        let text = if ends { String::new() } else { self.way.text.push(piece.token.id) };
+        let text = if ends { CompactString::default() } else { self.way.text.push(piece.token.id) };
         self.chars += text.chars().count() as u32;
         let released = match self.tokens <= self.way.min_tokens {
             true => Released { text, stopped: false },
@@ -209,7 +210,7 @@ impl Sink {
     /// `deadline` for a client that does not read.
     pub async fn finish(mut self, reason: FinishReason, cached_tokens: u32, deadline: Instant) {
         self.leave();
-        let (mut reason, mut text) = (reason, String::new());
+        let (mut reason, mut text) = (reason, CompactString::default());
         if self.stopped {
             reason = FinishReason::Stop;
         } else {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use bytes::BytesMut;
 use futures::Stream;
 use tokio::time::{Instant, timeout};
 
@@ -172,6 +173,8 @@ struct Chunks {
     /// Of each choice, what its chunks have in common.
     templates: Vec<Option<Template>>,
     out: Vec<u8>,
+    /// Where what is taken waits until it is sent.
+    ready: BytesMut,
 }
 
 impl Chunks {
@@ -179,7 +182,7 @@ impl Chunks {
         let readers = answer.readers();
         let (begun, usage) = (vec![false; readers.len()], UsageSum::default());
         let templates = (0..).take(readers.len()).map(|choice| answer.template(choice)).collect();
-        Chunks { begun, readers, usage, answer, waiting: None, templates, out: Vec::new() }
+        Chunks { begun, readers, usage, answer, waiting: None, templates, out: Vec::new(), ready: BytesMut::new() }
     }
 
     fn event(&mut self, event: Event) -> bool {
@@ -226,10 +229,10 @@ impl Chunks {
     /// Everything that was taken in and is not taken yet.
     fn take(&mut self) -> Bytes {
         self.write_waiting();
-        // A copy of just what there is, so that the buffer grows only once.
-        let ready = Bytes::copy_from_slice(&self.out);
+        // What is sent gives its room back, so that tokens one at a time take no new memory.
+        self.ready.extend_from_slice(&self.out);
         self.out.clear();
-        ready
+        self.ready.split().freeze()
     }
 
     fn write_waiting(&mut self) {

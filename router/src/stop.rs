@@ -3,6 +3,8 @@
 //! Text that may begin a stop string is held back until it is one or cannot become one. So a client never sees part of a
 //! stop string, and the result does not depend on how the text was cut into pieces.
 
+use compact_str::CompactString;
+
 /// The stop strings of one choice, and the text held back because of them.
 #[derive(Clone, Debug)]
 pub(crate) struct StopMatcher {
@@ -14,7 +16,7 @@ pub(crate) struct StopMatcher {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Released {
     /// Text for the client.
-    pub text: String,
+    pub text: CompactString,
     /// A stop string is complete, and `text` is the last text of the answer.
     pub stopped: bool,
 }
@@ -26,18 +28,18 @@ impl StopMatcher {
     }
 
     /// Takes the next piece.
-    pub fn push(&mut self, piece: String) -> Released {
+    pub fn push(&mut self, piece: CompactString) -> Released {
         if self.stops.is_empty() {
             return Released { text: piece, stopped: false };
         }
         self.held.push_str(&piece);
         if let Some(at) = self.first_match() {
             self.held.truncate(at);
-            return Released { text: std::mem::take(&mut self.held), stopped: true };
+            return Released { text: std::mem::take(&mut self.held).into(), stopped: true };
         }
         let keep = self.held.len() - self.undecided();
         let rest = self.held.split_off(keep);
-        Released { text: std::mem::replace(&mut self.held, rest), stopped: false }
+        Released { text: std::mem::replace(&mut self.held, rest).into(), stopped: false }
     }
 
     /// Returns the text that was held back, when the answer ended for another reason.
@@ -72,7 +74,7 @@ mod tests {
         let mut matcher = StopMatcher::new(stops.iter().map(|s| (*s).to_owned()).collect());
         let mut all = String::new();
         for piece in pieces {
-            let released = matcher.push(piece.to_owned());
+            let released = matcher.push(piece.into());
             all += &released.text;
             if released.stopped {
                 return (all, true);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use baton_types::{Class, TokenOut, Usage};
+use compact_str::CompactString;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::Serialize;
 
@@ -61,7 +62,7 @@ pub(crate) struct Part {
     /// True for the first part of its choice.
     pub first: bool,
     pub reasoning: String,
-    pub text: String,
+    pub text: CompactString,
     /// Tokens of the prompt with their log probabilities.
     pub scored: Vec<Piece>,
     pub pieces: Vec<Piece>,
@@ -73,8 +74,11 @@ pub(crate) struct Part {
 impl Part {
     /// Appends what a choice said.
     pub fn add(&mut self, said: Said) {
-        append(&mut self.reasoning, said.reasoning);
-        append(&mut self.text, said.text);
+        match self.reasoning.is_empty() {
+            true => self.reasoning = said.reasoning,
+            false => self.reasoning += &said.reasoning,
+        }
+        self.text += &said.text;
         self.calls.extend(said.calls);
     }
 
@@ -86,14 +90,6 @@ impl Part {
     /// Whether it says nothing.
     pub fn is_silent(&self) -> bool {
         self.reasoning.is_empty() && self.text.is_empty() && self.calls.is_empty()
-    }
-}
-
-/// Appends; without a copy if there is nothing yet.
-fn append(text: &mut String, more: String) {
-    match text.is_empty() {
-        true => *text = more,
-        false => *text += &more,
     }
 }
 
@@ -366,7 +362,7 @@ impl Answer {
     pub fn chunk(&self, mut part: Part, out: &mut Vec<u8>) {
         let usage = self.asked.include_usage.then_some(None);
         let calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, true)).collect();
-        let (text, reasoning) = (std::mem::take(&mut part.text), std::mem::take(&mut part.reasoning));
+        let (text, reasoning) = (String::from(std::mem::take(&mut part.text)), std::mem::take(&mut part.reasoning));
         let content = match self.shape {
             Shape::Text => Content::Text(text),
             Shape::Chat => Content::Delta(Delta {
@@ -387,7 +383,7 @@ impl Answer {
             return None;
         }
         let mut chunk = Vec::new();
-        self.chunk(Part { choice, text: Template::TEXT.to_owned(), ..Part::default() }, &mut chunk);
+        self.chunk(Part { choice, text: Template::TEXT.into(), ..Part::default() }, &mut chunk);
         Template::cut(chunk)
     }
 
@@ -405,7 +401,7 @@ impl Answer {
     fn body(&self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
         let choice = |mut part: Part| {
             let tool_calls: Vec<_> = part.calls.drain(..).map(|call| CallObject::of(call, false)).collect();
-            let (text, reasoning) = (std::mem::take(&mut part.text), std::mem::take(&mut part.reasoning));
+            let (text, reasoning) = (String::from(std::mem::take(&mut part.text)), std::mem::take(&mut part.reasoning));
             let content = match self.shape {
                 Shape::Text => Content::Text(text),
                 Shape::Chat => Content::Message(Message {

@@ -36,7 +36,7 @@ impl Echo {
     pub fn opening(&self, choice: u32, logprobs: bool) -> Part {
         let first = self.ids.first().filter(|_| logprobs);
         let scored = first.map(|&id| Piece { token: TokenOut { id, ..TokenOut::default() }, offset: 0 });
-        Part { choice, text: self.text.clone(), scored: scored.into_iter().collect(), ..Part::default() }
+        Part { choice, text: self.text.as_str().into(), scored: scored.into_iter().collect(), ..Part::default() }
     }
 
     /// A token of the prompt and its place in the text.

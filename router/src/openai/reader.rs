@@ -1,6 +1,7 @@
 //! Splits a choice's text into thoughts, text and calls, for whole and for streamed answers.
 
 use baton_types::FinishReason;
+use compact_str::CompactString;
 
 use crate::reasoning::{Reasoning, Split};
 use crate::tools::{Call, Read, ToolParser};
@@ -22,7 +23,7 @@ pub(crate) struct Reader {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Said {
     pub reasoning: String,
-    pub text: String,
+    pub text: CompactString,
     pub calls: Vec<Call>,
 }
 
@@ -33,7 +34,7 @@ impl Reader {
     }
 
     /// Takes the text of the next token.
-    pub fn push(&mut self, text: String) -> Said {
+    pub fn push(&mut self, text: CompactString) -> Said {
         let Some(reasoning) = &mut self.reasoning else { return self.read(Split { text, ..Split::default() }, false) };
         let split = reasoning.push(&text);
         self.thought += u32::from(!text.is_empty() && reasoning.thinks());
@@ -56,7 +57,7 @@ impl Reader {
             text += &rest.text;
             calls.extend(rest.calls);
         }
-        Said { reasoning, text, calls }
+        Said { reasoning, text: text.into(), calls }
     }
 
     /// Tokens of the thoughts so far.

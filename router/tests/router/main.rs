@@ -3,6 +3,7 @@
 
 mod support;
 
+mod allocations;
 mod api;
 mod classes;
 mod false_workers;

@@ -1,5 +1,7 @@
 //! Turns tokens into text as they come. A token may hold part of a character, so only whole characters are given out.
 
+use compact_str::CompactString;
+
 use super::Tokenizer;
 
 /// Longest incomplete character, bytes.
@@ -26,28 +28,28 @@ impl TextStream {
         TextStream { kept: id, ..self }
     }
 
-    /// The text that `id` completes; empty while a character is incomplete. Bytes that can never be UTF-8 become U+FFFD. An
+    /// The text that `id` completes, without an allocation if it is short; empty while a character is incomplete. Bytes that can never be UTF-8 become U+FFFD. An
     /// id outside the tokenizer's vocabulary (models may have more rows than words) adds nothing.
-    pub fn push(&mut self, id: u32) -> String {
+    pub fn push(&mut self, id: u32) -> CompactString {
         let pieces = &self.tokenizer.0.pieces;
         match pieces.get(id) {
             Some(piece) if !self.skip_special || !pieces.is_special(id) || self.kept == Some(id) => {
                 take_text(&mut self.pending, piece)
             }
-            _ => String::new(),
+            _ => CompactString::default(),
         }
     }
 
     /// What is left: an incomplete character as U+FFFD.
-    pub fn finish(self) -> String {
-        if self.pending.is_empty() { String::new() } else { char::REPLACEMENT_CHARACTER.to_string() }
+    pub fn finish(self) -> CompactString {
+        if self.pending.is_empty() { CompactString::default() } else { "\u{fffd}".into() }
     }
 }
 
 /// Complete characters of `pending` and `piece` together; leaves in `pending` what may still become one.
-fn take_text(pending: &mut Vec<u8>, piece: &[u8]) -> String {
+fn take_text(pending: &mut Vec<u8>, piece: &[u8]) -> CompactString {
     pending.extend_from_slice(piece);
-    let mut text = String::with_capacity(pending.len());
+    let mut text = CompactString::with_capacity(pending.len());
     let mut rest: &[u8] = pending;
     loop {
         match std::str::from_utf8(rest) {
@@ -77,7 +79,7 @@ fn take_text(pending: &mut Vec<u8>, piece: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn feed(chunks: &[&[u8]]) -> (Vec<String>, Vec<u8>) {
+    fn feed(chunks: &[&[u8]]) -> (Vec<CompactString>, Vec<u8>) {
         let mut pending = Vec::new();
         (chunks.iter().map(|chunk| take_text(&mut pending, chunk)).collect(), pending)
     }

@@ -1,6 +1,7 @@
 //! A router over real sockets, with scripted workers.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+pub mod allocations;
 mod exchange;
 mod logs;
 mod worker;
