@@ -44,11 +44,12 @@ pub(crate) async fn admit(State(front): State<Arc<Front>>, request: Request, nex
     let (mut parts, body) = request.into_parts();
     match read(&front, &parts, body).await {
         Ok((admitted, message)) => {
+            let line = admitted.tenant.as_deref().map(|tenant| tenant.line().clone());
             parts.extensions.insert(admitted);
             let large = message.len() >= LARGE;
             let answered = next.run(Request::from_parts(parts, Body::from(message)));
             // It begins with the decoding of its message.
-            if large { heavy::beginning(answered).await } else { answered.await }
+            if large { heavy::beginning(line.as_ref(), answered).await } else { answered.await }
         }
         Err(error) => {
             front.refused(&error);
@@ -72,7 +73,8 @@ async fn read(front: &Arc<Front>, call: &Parts, body: Body) -> Result<(Admitted,
         }
         false => {
             let front = Arc::clone(front);
-            let weighed = heavy::run(move || front.bodies.weigh_message(&mut held).map(|()| held));
+            let line = tenant.as_deref().map(Tenant::line);
+            let weighed = heavy::run(line, move || front.bodies.weigh_message(&mut held).map(|()| held));
             weighed.await?
         }
     };

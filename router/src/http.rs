@@ -140,7 +140,8 @@ async fn answer(
         front.has_room()?;
         envelope.tenant.as_ref().map_or(Ok(()), |tenant| tenant.has_room())?;
         let body = front.bodies.read(body).await?;
-        parsed(&front, body, move |bytes| openai::read(endpoint, bytes, envelope)).await
+        let tenant = envelope.tenant.clone();
+        parsed(&front, body, tenant.as_deref(), move |bytes| openai::read(endpoint, bytes, envelope)).await
     };
     let ((input, asked, frame), share): ((GenerateInput, Asked, _), Share) = match read.await {
         Ok(read) => read,
@@ -185,6 +186,7 @@ async fn answer(
 async fn parsed<T: Send + 'static>(
     front: &Arc<Front>,
     mut body: Held,
+    tenant: Option<&Tenant>,
     read: impl FnOnce(&[u8]) -> Result<T, RequestError> + Send + 'static,
 ) -> Result<(T, Share), RequestError> {
     if body.bytes.len() < LARGE {
@@ -195,7 +197,7 @@ async fn parsed<T: Send + 'static>(
         front.bodies.weigh(&mut body)?;
         Ok((read(&body.bytes)?, body.share))
     };
-    heavy::run(read).await
+    heavy::run(tenant.map(Tenant::line), read).await
 }
 
 /// The answer as one object, whose bytes have their share of the memory for bodies.
@@ -289,17 +291,19 @@ async fn tokenize(State(door): State<Door>, request: Request) -> Response {
         // The same tokens as those of the tenant's requests without a salt of their own.
         let standing = pass.as_ref().map(|pass| pass.tenant().standing(Standing::default())).transpose()?;
         let salt = standing.unwrap_or_default().cache_salt;
-        let (fields, _share) = parsed(&door.front, body, openai::TokenizeFields::read).await?;
-        openai::tokenize(fields, &door.front.models, &salt).await
+        let tenant = pass.as_ref().map(Pass::tenant);
+        let (fields, _share) = parsed(&door.front, body, tenant, openai::TokenizeFields::read).await?;
+        openai::tokenize(fields, &door.front.models, &salt, tenant.map(Tenant::line)).await
     };
     answered(&door, answer.await)
 }
 
 async fn detokenize(State(door): State<Door>, request: Request) -> Response {
     let answer = async {
-        let (_pass, body) = small(&door, request).await?;
+        let (pass, body) = small(&door, request).await?;
         let front = Arc::clone(&door.front);
-        let (text, _) = parsed(&door.front, body, move |bytes| openai::detokenize(bytes, &front.models)).await?;
+        let read = move |bytes: &[u8]| openai::detokenize(bytes, &front.models);
+        let (text, _) = parsed(&door.front, body, pass.as_ref().map(Pass::tenant), read).await?;
         Ok(text)
     };
     answered(&door, answer.await)

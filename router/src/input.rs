@@ -95,19 +95,20 @@ impl GenerateInput {
     /// Tokenises a checked request, checks that it fits the context and the KV pool, and fills in every default.
     pub async fn plan(self, model: &Arc<ServedModel>, capacity: Capacity) -> Result<Vec<Planned>, RequestError> {
         let seed = self.seed.unwrap_or_else(random_u64);
+        let line = self.tenant.as_deref().map(Tenant::line);
         let wanted = self.wanted.or_else(|| model.forced_calls(self.tools.as_ref()?));
         if let Some(wanted) = &wanted {
             if self.ignore_eos {
                 let wrong = format!("ignore_eos cannot be used together with {}: its answers end", wanted.field);
                 return Err(RequestError::invalid("ignore_eos", wrong));
             }
-            model.check_constraint(wanted).await?;
+            model.check_constraint(wanted, line).await?;
         }
         let eos: &[u32] = if self.ignore_eos { &[] } else { model.eos_ids() };
         let mut planned = Vec::with_capacity(self.prompts.len());
         for prompt in self.prompts {
             let field = prompt.field();
-            let ids = model.encode(prompt, self.tools.as_ref(), &self.standing.cache_salt).await?;
+            let ids = model.encode(prompt, self.tools.as_ref(), &self.standing.cache_salt, line).await?;
             // Whatever becomes of the request: it has cost this.
             self.tenant.iter().for_each(|tenant| tenant.charge(ids.len() as u32));
             let context = capacity.context().unwrap_or(model.context_tokens());

@@ -11,7 +11,7 @@ use baton_types::{Constraint, ErrorKind, SamplingParams};
 use metrics::counter;
 
 use crate::error::RequestError;
-use crate::heavy;
+use crate::heavy::{self, Line};
 use crate::prompt::{Prompt, Wanted};
 use crate::reasoning::Reasoning;
 use crate::tools::{Choice, ToolParser, Tools, grammar, plain};
@@ -167,7 +167,7 @@ impl ServedModel {
     }
 
     /// Ok when the constraint is valid. Compiles it on a blocking thread.
-    pub(crate) async fn check_constraint(&self, wanted: &Wanted) -> Result<(), RequestError> {
+    pub(crate) async fn check_constraint(&self, wanted: &Wanted, line: Option<&Line>) -> Result<(), RequestError> {
         let Wanted { field, constraint } = wanted.clone();
         let (bytes, most) = (constraint.text().len(), Constraint::MAX_BYTES);
         if bytes > most {
@@ -182,7 +182,7 @@ impl ServedModel {
                 refused => RequestError::invalid(field, format!("{field}: {refused}")),
             })
         };
-        heavy::run(compile).await
+        heavy::run(line, compile).await
     }
 
     /// A token's text and bytes. Both are empty for unknown ids.
@@ -198,6 +198,7 @@ impl ServedModel {
         prompt: Prompt,
         tools: Option<&Tools>,
         salt: &str,
+        line: Option<&Line>,
     ) -> Result<Vec<u32>, RequestError> {
         let field = prompt.field();
         let bytes = match &prompt {
@@ -211,23 +212,27 @@ impl ServedModel {
                 Looked::Ids(ids) => Ok(ids),
                 Looked::Text(lookup) => this.complete(lookup, field),
             };
-            return heavy::run(whole).await;
+            return heavy::run(line, whole).await;
         }
         match self.look_up(prompt, tools, salt)? {
             Looked::Ids(ids) => Ok(ids),
             Looked::Text(lookup) if lookup.missing() <= INLINE_BYTES => self.complete(lookup, field),
             Looked::Text(lookup) => {
                 let this = Arc::clone(self);
-                heavy::run(move || this.complete(lookup, field)).await
+                heavy::run(line, move || this.complete(lookup, field)).await
             }
         }
     }
 
     /// Token ids of a text alone, without the special tokens that begin or end a prompt.
-    pub(crate) async fn encode_bare(self: &Arc<Self>, text: String) -> Result<Vec<u32>, RequestError> {
+    pub(crate) async fn encode_bare(
+        self: &Arc<Self>,
+        text: String,
+        line: Option<&Line>,
+    ) -> Result<Vec<u32>, RequestError> {
         let this = Arc::clone(self);
         let encode = move || this.tokenizer().encode(&text, false);
-        heavy::run(move || encode().map_err(|e| RequestError::invalid("prompt", e.to_string()))).await
+        heavy::run(line, move || encode().map_err(|e| RequestError::invalid("prompt", e.to_string()))).await
     }
 
     /// Looks up the text of a prompt among those seen before.

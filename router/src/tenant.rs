@@ -9,6 +9,7 @@ use baton_types::{Class, ErrorKind, MAX_CACHE_SALT, hash_bytes};
 use tokio::time::Instant;
 
 use crate::error::RequestError;
+use crate::heavy::Line;
 use crate::standing::Standing;
 
 /// Longest name, bytes.
@@ -20,6 +21,8 @@ const SEPARATOR: char = '/';
 #[derive(Debug)]
 pub(crate) struct Tenant {
     name: String,
+    /// Where its large bodies and prompts wait.
+    line: Line,
     state: Mutex<State>,
 }
 
@@ -69,11 +72,16 @@ impl Tenant {
     /// A tenant that has used nothing.
     pub fn new(name: &str, rights: Rights) -> Tenant {
         let meter = TenantMeter::new(rights.limits, now());
-        Tenant { name: name.to_owned(), state: Mutex::new(State { rights, meter }) }
+        Tenant { name: name.to_owned(), line: Line::default(), state: Mutex::new(State { rights, meter }) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where its work waits that takes long.
+    pub fn line(&self) -> &Line {
+        &self.line
     }
 
     /// Its name, for people.

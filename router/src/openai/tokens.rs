@@ -8,6 +8,7 @@ use super::parse::parse;
 use super::request::message;
 use super::types::Message;
 use crate::error::RequestError;
+use crate::heavy::Line;
 use crate::models::Models;
 use crate::prompt::Prompt;
 
@@ -52,8 +53,14 @@ pub(crate) struct Detokenized {
     pub prompt: String,
 }
 
-/// The token ids of `prompt`, or of `messages` by the model's chat template. `salt`: whose tokens of texts seen before may be used.
-pub(crate) async fn tokenize(fields: TokenizeFields, models: &Models, salt: &str) -> Result<Tokenized, RequestError> {
+/// The token ids of `prompt`, or of `messages` by the model's chat template. `salt`: whose tokens of texts seen before may be used. `line`: where
+/// a long text waits.
+pub(crate) async fn tokenize(
+    fields: TokenizeFields,
+    models: &Models,
+    salt: &str,
+    line: Option<&Line>,
+) -> Result<Tokenized, RequestError> {
     let served = models.named(fields.model.as_deref().unwrap_or_default())?;
     let (model, max_model_len) = (&served.model, served.context_tokens());
     let prompt = match (fields.prompt, fields.messages) {
@@ -65,8 +72,8 @@ pub(crate) async fn tokenize(fields: TokenizeFields, models: &Models, salt: &str
         _ => return Err(RequestError::invalid("prompt", "give either prompt or messages")),
     };
     let tokens = match prompt {
-        Prompt::Text(text) if fields.add_special_tokens == Some(false) => model.encode_bare(text).await?,
-        prompt => model.encode(prompt, None, salt).await?,
+        Prompt::Text(text) if fields.add_special_tokens == Some(false) => model.encode_bare(text, line).await?,
+        prompt => model.encode(prompt, None, salt, line).await?,
     };
     let texts = || tokens.iter().map(|id| model.token(*id).0).collect();
     let token_strs = fields.return_token_strs.unwrap_or(false).then(texts);

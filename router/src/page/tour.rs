@@ -192,7 +192,7 @@ async fn record(front: &Front, served: &Served) -> Result<Recorded, NoTour> {
 
 /// So many tokens of a text. Where a tokenizer makes fewer of it, it goes on from its beginning.
 async fn tokens(served: &Served, text: &str, count: usize) -> Result<Vec<u32>, NoTour> {
-    let ids = served.model.encode_bare(text.to_owned()).await?;
+    let ids = served.model.encode_bare(text.to_owned(), None).await?;
     match ids.is_empty() {
         true => Err(away("the tokenizer makes no tokens of the text")),
         false => Ok(ids.iter().copied().cycle().take(count).collect()),
