@@ -154,6 +154,10 @@ containers:
   - name: baton
     image: {{ include "baton.roleImage" . | quote }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
+    {{- if and (ne .role "router") $v.workers.rdma.ipcLock }}
+    # What Kubernetes adds to a container, a user other than root gets by a program with that capability.
+    command: [with-ipc-lock, --inh-caps=+ipc_lock, --ambient-caps=+ipc_lock, baton]
+    {{- end }}
     args: [{{ .role }}, --config, /etc/baton/baton.toml]
     {{- with include "baton.env" . | trim }}
     env:
@@ -242,6 +246,8 @@ volumes:
 {{- if and (ne .role "router") .root.Values.workers.rdma.ipcLock -}}
   {{- $capabilities := $context.capabilities | default dict -}}
   {{- $_ := set $context "capabilities" (set $capabilities "add" (append ($capabilities.add | default list) "IPC_LOCK")) -}}
+  {{- /* Else the kernel ignores what the program's file has. */ -}}
+  {{- $_ := set $context "allowPrivilegeEscalation" true -}}
 {{- end -}}
 {{- toYaml $context -}}
 {{- end -}}
