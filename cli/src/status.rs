@@ -112,7 +112,7 @@ pub async fn ask_at(url: &str, role: Role, tls: Option<&Tls>) -> anyhow::Result<
 pub fn channel(url: &str, role: Role, tls: Option<&Tls>) -> anyhow::Result<Channel> {
     let role = match role {
         Role::Prefill => TlsRole::Prefill,
-        Role::Decode => TlsRole::Decode,
+        Role::Decode | Role::KvStore => TlsRole::Decode,
         Role::Supervisor => TlsRole::Operator,
     };
     let secure = url.starts_with("https://");

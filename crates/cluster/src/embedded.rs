@@ -191,7 +191,8 @@ impl Hold for LocalHold {
 fn may_be(peer: Option<TlsRoles>, role: Role) -> Result<(), Status> {
     let needed = match role {
         Role::Prefill => TlsRole::Prefill,
-        Role::Decode => TlsRole::Decode,
+        // A KV store takes and gives the same KV as a decode worker.
+        Role::Decode | Role::KvStore => TlsRole::Decode,
         Role::Supervisor => TlsRole::Operator,
     };
     match peer {
@@ -234,11 +235,13 @@ impl v1::registry_server::Registry for EmbeddedService {
 
     type WatchStream = BoxStream<'static, Result<v1::View, Status>>;
 
-    async fn watch(&self, _: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+    async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let shared = &self.0.0.shared;
         let mut closed = shared.closed.subscribe();
-        let views = WatchStream::new(shared.views.subscribe()).map(|view| {
-            let members = view.members.iter().cloned().map(member_to_proto).collect();
+        let stores = request.into_inner().kv_stores;
+        let views = WatchStream::new(shared.views.subscribe()).map(move |view| {
+            let known = view.members.iter().filter(|member| stores || member.role != Role::KvStore);
+            let members = known.cloned().map(member_to_proto).collect();
             let left = view.left.iter().map(|id| id.0).collect();
             Ok(v1::View { revision: view.revision, members, left })
         });

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_membership::{List, MAX_VIEW, Member};
+use baton_membership::{List, MAX_VIEW, Member, MembershipError};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_runtime::Tls;
@@ -138,17 +138,22 @@ impl Feed for RemoteFeed {
 
     async fn open(&mut self) -> Result<Lists, ClusterError> {
         let client = self.0.clone();
-        let views = self.0.grpc.watch(v1::WatchRequest {}).await.map_err(|s| client.error(&s))?.into_inner();
+        let views =
+            self.0.grpc.watch(v1::WatchRequest { kv_stores: true }).await.map_err(|s| client.error(&s))?.into_inner();
         let lists = views.map(move |view| match view {
-            Ok(v1::View { members, left, .. }) => {
-                let members: Result<Vec<Member>, ClusterError> =
-                    members.into_iter().map(|m| Ok(member_from_proto(m)?)).collect();
-                Ok(List { members: members?, left: left.into_iter().map(WorkerId).collect() })
-            }
+            Ok(view) => Ok(list(view)?),
             Err(status) => Err(client.error(&status)),
         });
         Ok(lists.boxed())
     }
+}
+
+/// The list in a view. Members whose role only later versions know are left out.
+fn list(view: v1::View) -> Result<List, MembershipError> {
+    let v1::View { members, left, .. } = view;
+    let known = members.into_iter().filter(|member| v1::Role::try_from(member.role).is_ok());
+    let members = known.map(member_from_proto).collect::<Result<Vec<Member>, _>>()?;
+    Ok(List { members, left: left.into_iter().map(WorkerId).collect() })
 }
 
 #[cfg(test)]
@@ -156,6 +161,18 @@ mod tests {
     use baton_types::BatonError;
 
     use super::*;
+
+    #[test]
+    fn a_role_that_only_later_versions_know_hides_nobody_else() {
+        let member = |id| member_to_proto(baton_membership::testing::member(id));
+        let later = v1::Member { role: 99, ..member(2) };
+        let view = |members| v1::View { members, left: vec![7], ..v1::View::default() };
+        let read = list(view(vec![member(1), later, member(3)])).unwrap();
+        assert_eq!(read.members.iter().map(|member| member.id.0).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(read.left, [WorkerId(7)]);
+        let bad = v1::Member { id: 0, ..member(2) };
+        assert!(list(view(vec![member(1), bad])).is_err(), "a role that is known, and another field that is wrong");
+    }
 
     #[tokio::test]
     async fn what_a_router_will_never_do_is_told_from_what_it_cannot_do_now() {

@@ -10,6 +10,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
         Role::Prefill => v1::Role::Prefill,
         Role::Decode => v1::Role::Decode,
         Role::Supervisor => v1::Role::Supervisor,
+        Role::KvStore => v1::Role::KvStore,
     };
     v1::Member {
         id: m.id.0,
@@ -38,8 +39,9 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
         Ok(v1::Role::Prefill) => Role::Prefill,
         Ok(v1::Role::Decode) => Role::Decode,
         Ok(v1::Role::Supervisor) => Role::Supervisor,
+        Ok(v1::Role::KvStore) => Role::KvStore,
         Ok(v1::Role::Unspecified) | Err(_) => {
-            let problem = format!("is {}; it must be prefill (1), decode (2) or supervisor (3)", m.role);
+            let problem = format!("is {}; it must be prefill (1), decode (2), supervisor (3) or kv-store (4)", m.role);
             return Err(MembershipError::Member { field: "role", problem });
         }
     };
@@ -72,7 +74,7 @@ mod tests {
 
     #[test]
     fn members_survive_the_wire() {
-        for role in [Role::Prefill, Role::Decode, Role::Supervisor] {
+        for role in [Role::Prefill, Role::Decode, Role::Supervisor, Role::KvStore] {
             let original = Member { role, draining: true, late_targets: true, exchanges: 5, ..member(u64::MAX) };
             assert_eq!(member_from_proto(member_to_proto(original.clone())), Ok(original));
         }

@@ -26,6 +26,9 @@ pub enum Role {
     Decode,
     /// A supervisor: owns processes (`baton up`).
     Supervisor,
+    /// A KV store: keeps KV that workers computed, and computes none.
+    #[serde(rename = "kv-store")]
+    KvStore,
 }
 
 impl Role {
@@ -35,6 +38,7 @@ impl Role {
             Role::Prefill => "prefill",
             Role::Decode => "decode",
             Role::Supervisor => "supervisor",
+            Role::KvStore => "kv-store",
         }
     }
 }

@@ -20,7 +20,7 @@ async fn intrude(address: SocketAddr) -> [Code; 2] {
         ..v1::Member::default()
     };
     let registered = registry.register(v1::RegisterRequest { member: Some(member), ttl_ms: 1000 }).await;
-    let watched = registry.watch(v1::WatchRequest {}).await;
+    let watched = registry.watch(v1::WatchRequest::default()).await;
     [registered.map_or_else(|e| e.code(), |_| Code::Ok), watched.map_or_else(|e| e.code(), |_| Code::Ok)]
 }
 

@@ -53,7 +53,7 @@ pub(super) async fn channel(member: &Member) -> anyhow::Result<Channel> {
     };
     let role = match member.role {
         Role::Prefill => TlsRole::Prefill,
-        Role::Decode => TlsRole::Decode,
+        Role::Decode | Role::KvStore => TlsRole::Decode,
         Role::Supervisor => TlsRole::Operator,
     };
     let mut problem = None;

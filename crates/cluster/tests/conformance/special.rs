@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use baton_cluster::{ClusterError, EmbeddedRegistry, MAX_TEXT, Member, Registry, connect, member_to_proto};
+use baton_cluster::{ClusterError, EmbeddedRegistry, MAX_TEXT, Member, Registry, Role, connect, member_to_proto};
 use baton_proto::v1;
 use baton_proto::v1::registry_client::RegistryClient;
 use baton_runtime::tls::{Authority, Issued, TlsMode, TlsRole};
@@ -39,6 +39,24 @@ async fn the_embedded_service_checks_what_strangers_send() {
         stranger.deregister(v1::DeregisterRequest { id: 404 }).await.unwrap();
         let _lease = registry(&backing).await.register(member(1), TTL).await.unwrap();
         until(&mut registry(&backing).await.watch(), |v| v.members == [member(1)]).await;
+    })
+    .await;
+}
+
+/// A watcher of the version before refuses a view with a role that it does not know.
+#[tokio::test]
+async fn only_who_knows_kv_stores_is_told_of_them() {
+    within(async {
+        let backing = Embedded::start();
+        let store = Member { role: Role::KvStore, ..member(2) };
+        let registry = registry(&backing).await;
+        let _leases =
+            (registry.register(member(1), TTL).await.unwrap(), registry.register(store.clone(), TTL).await.unwrap());
+        until(&mut registry.watch(), |v| v.members == [member(1), store.clone()]).await;
+        let mut before = RegistryClient::connect(backing.spec()).await.unwrap();
+        let mut views = before.watch(v1::WatchRequest::default()).await.unwrap().into_inner();
+        let view = views.message().await.unwrap().unwrap();
+        assert_eq!(view.members, [member_to_proto(member(1))]);
     })
     .await;
 }
