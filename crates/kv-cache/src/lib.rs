@@ -37,6 +37,7 @@ mod pool;
 mod pools;
 mod prefix;
 mod reuse;
+mod sketch;
 mod table;
 mod tokens;
 
@@ -47,5 +48,6 @@ pub use pool::{BlockPool, BlockState};
 pub use pools::{KvPools, Need};
 pub use prefix::{BlockName, CacheConfig, Eviction, Prefix};
 pub use reuse::{Hit, Readers};
+pub use sketch::Sketch;
 pub use table::{BlockTable, HOLE};
 pub use tokens::{BlockCopy, LentTables, Quarantine, Tables};

@@ -34,13 +34,12 @@ mod index;
 mod object;
 mod record;
 mod segments;
-mod sketch;
 mod store;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
 pub use audit::{Condition, audit};
-pub use baton_kv_cache::BlockName;
+pub use baton_kv_cache::{BlockName, Sketch};
 pub use block::{ALIGNMENT, Block, BlockKey, Identity, Part, Shape};
 pub use config::{DiskConfig, StoreConfig, StoreLimits};
 pub use counters::Counters;
@@ -50,5 +49,4 @@ pub use index::{Policy, Tier};
 pub use object::{ObjectConfig, ObjectName, object_bytes, object_folder};
 pub use record::{Expect, Head, Mismatch, check_record};
 pub use segments::{MIN_SEGMENTS, Place, Reason};
-pub use sketch::Sketch;
 pub use store::Store;

@@ -4,8 +4,9 @@
 //! count-min sketch of small counters, of which only the smallest of a name's counters are raised. After a number of uses all counters are
 //! halved, so that what was asked for long ago is forgotten.
 
-use baton_kv_cache::BlockName;
 use baton_types::mix;
+
+use crate::BlockName;
 
 /// Counters of a name, one in each row.
 const ROWS: u64 = 4;
