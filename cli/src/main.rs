@@ -24,6 +24,7 @@ mod warm;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use baton_kv_store_node::KvStoreConfig;
 use baton_router::RouterConfig;
 use baton_runtime::Config;
 use baton_worker::WorkerConfig;
@@ -68,6 +69,10 @@ fn command() -> Command {
             "decode",
             "Starts a decode worker: takes KV, streams tokens",
         )))
+        .subcommand(baton_runtime::args::<KvStoreConfig>(settings(
+            "kv-store",
+            "Starts a KV store: keeps KV that workers computed, and gives it to workers that lack it",
+        )))
         .subcommand(chat::command())
         .subcommand(certs::command())
         .subcommand(model::command())
@@ -89,6 +94,7 @@ fn dispatch(matches: &ArgMatches) -> anyhow::Result<()> {
         Some(("router", m)) => component(m, async |config| Ok(baton_router::run(config).await.map(|_| ())?)),
         Some(("prefill", m)) => component(m, async |config| Ok(baton_prefill_node::run(config).await?)),
         Some(("decode", m)) => component(m, async |config| Ok(baton_decode_node::run(config).await?)),
+        Some(("kv-store", m)) => component(m, async |config| Ok(baton_kv_store_node::run(config).await?)),
         Some(("chat", m)) => runtime()?.block_on(chat::run(m)),
         Some(("certs", m)) => certs::run(m),
         Some(("model", m)) => model::run(m),

@@ -38,6 +38,7 @@ pub enum Kind {
     Router,
     Decode,
     Prefill,
+    KvStore,
 }
 
 impl Kind {
@@ -47,6 +48,7 @@ impl Kind {
             Kind::Router => "router",
             Kind::Decode => "decode",
             Kind::Prefill => "prefill",
+            Kind::KvStore => "kv-store",
         }
     }
 
@@ -56,6 +58,7 @@ impl Kind {
             Kind::Router => None,
             Kind::Decode => Some(Role::Decode),
             Kind::Prefill => Some(Role::Prefill),
+            Kind::KvStore => Some(Role::KvStore),
         }
     }
 }

@@ -84,6 +84,11 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object, of all workers together, each an equal part.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// Number of KV stores: processes that keep KV that workers computed, and give it to workers that lack it (docs/kv-store.md). They have
+        /// parts of kv_host, kv_disk and kv_object as workers do.
+        kv_stores: u32 = 0,
+        /// Host memory of each KV store.
+        kv_store_memory: Bytes = Bytes::gib(1),
         /// Device that workers compute on: auto, cpu or cuda (see baton decode --help).
         backend: BackendKind = BackendKind::Cpu,
         /// Device that prefill workers compute on, if different. KV of one device is not bit for bit that of another, so all prompts then
@@ -115,6 +120,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
         bail!("--decode is 0; a cluster needs at least one decode worker");
     }
     check_admin(&config.process)?;
+    check_kv_stores(&config)?;
     let [http, grpc, internal] = [("--http", config.http), ("--grpc", config.grpc), ("--internal", config.internal)];
     for (one, other) in [(http, grpc), (http, internal), (grpc, internal)] {
         if one.1 == other.1 && one.1.port() != 0 {
@@ -186,10 +192,14 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     }
     decode.extend(files(TlsRole::Decode));
     supervisor.define(Kind::Decode, decode);
+    let mut store = kv_store_args(&config, &registry);
+    store.extend(files(TlsRole::Decode));
+    supervisor.define(Kind::KvStore, store);
     supervisor.spread(devices, ranks);
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
     supervisor.scale(Kind::Decode, config.decode as usize);
+    supervisor.scale(Kind::KvStore, config.kv_stores as usize);
     // Other commands find those of an embedded registry by its port.
     let told = certs.as_deref().filter(|_| config.certs.is_some() || port.is_none());
     let outcome = supervise(&config, admin, &registry, told, &mut supervisor, &process).await;
@@ -207,6 +217,20 @@ fn check_admin(process: &ProcessConfig) -> anyhow::Result<()> {
     if !admin.ip().is_loopback() && process.admin_token_file.is_none() {
         bail!(
             "--admin is {admin}, which others may reach; set a token with --admin-token-file, or listen on 127.0.0.1"
+        );
+    }
+    Ok(())
+}
+
+/// Refuses KV stores for KV that is not all of one kind, or of which this program does not know what computes it.
+fn check_kv_stores(config: &UpConfig) -> anyhow::Result<()> {
+    let UpConfig { kv_stores, backend, prefill_backend, .. } = *config;
+    if kv_stores > 0
+        && [Some(backend), prefill_backend].into_iter().flatten().any(|backend| backend != BackendKind::Cpu)
+    {
+        bail!(
+            "--kv-stores is {kv_stores}; it must be 0 unless all workers compute on the CPU. Start `baton kv-store` beside, with --computed-by \
+             as the workers' log names their backend"
         );
     }
     Ok(())
@@ -306,14 +330,33 @@ fn worker_args(
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));
     args.extend(flag("swap-bytes", config.swap_bytes));
-    let part = |all: Bytes| Bytes(all.0 / u64::from(config.prefill + config.decode).max(1));
-    args.extend(flag("kv-host", part(config.kv_host)));
-    args.extend(flag("kv-disk-size", part(config.kv_disk_size)));
-    args.extend(flag("kv-object-size", part(config.kv_object_size)));
+    args.extend(kv_parts(config));
     args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
     args.extend(flag("tp", tp));
+    args
+}
+
+/// Each process's part of the tiers below its pool.
+fn kv_parts(config: &UpConfig) -> impl Iterator<Item = String> + use<> {
+    let part = |all: Bytes| Bytes(all.0 / u64::from(config.prefill + config.decode + config.kv_stores).max(1));
+    let [host, disk, object] = [config.kv_host, config.kv_disk_size, config.kv_object_size].map(part);
+    [flag("kv-host", host), flag("kv-disk-size", disk), flag("kv-object-size", object)].into_iter().flatten()
+}
+
+fn kv_store_args(config: &UpConfig, registry: &str) -> Vec<String> {
+    let mut args = common_args(config, "127.0.0.1:0");
+    args.extend(flag("grpc", "127.0.0.1:0"));
+    args.extend(flag("registry", registry));
+    args.extend(flag("transport", config.transport.0));
+    args.extend(flag("kv-type", config.kv_type.0));
+    args.extend(flag("kv-memory", config.kv_store_memory));
+    args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
+    args.extend(flag("attention-sinks", config.attention_sinks));
+    args.extend(kv_parts(config));
+    args.extend(flag("quantization", config.quantization));
+    args.extend(flag("tp", config.tp));
     args
 }
 
@@ -362,7 +405,8 @@ async fn all_workers(config: &UpConfig, admin: SocketAddr) -> Option<bool> {
     let cluster: serde_json::Value = serde_json::from_str(&body).ok()?;
     let members = cluster["members"].as_array()?;
     let count = |role: &str| members.iter().filter(|m| m["role"] == role).count();
-    Some(count("prefill") >= config.prefill as usize && count("decode") >= config.decode as usize)
+    let wanted = [("prefill", config.prefill), ("decode", config.decode), ("kv-store", config.kv_stores)];
+    Some(wanted.into_iter().all(|(role, wanted)| count(role) >= wanted as usize))
 }
 
 /// The model's name as clients send it.
@@ -389,6 +433,7 @@ fn announcement(
             Kind::Prefill => "computes prompts, writes KV to decode".to_owned(),
             Kind::Decode if config.prefill == 0 => "computes prompts and streams tokens".to_owned(),
             Kind::Decode => "takes KV, streams tokens".to_owned(),
+            Kind::KvStore => "keeps KV that workers computed".to_owned(),
         };
         format!("  {:8} {pid:<8} {place}\n", kind.name())
     };

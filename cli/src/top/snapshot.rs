@@ -158,7 +158,7 @@ pub struct Handoff {
 impl Worker {
     /// Its role, if this version knows it.
     pub fn role(&self) -> Option<Role> {
-        [Role::Prefill, Role::Decode].into_iter().find(|role| role.as_str() == self.role.as_str())
+        [Role::Prefill, Role::Decode, Role::KvStore].into_iter().find(|role| role.as_str() == self.role.as_str())
     }
 
     /// Whether it stays: it is alive, as far as is known, and nobody has told it to go.

@@ -15,7 +15,7 @@ use crate::swap::HostMemory;
 use crate::{BlockSwap, EngineConfig, EngineError, Event, Exchange, NewSequence, Order, Row, Start, StepRow, Time};
 
 /// Most ended sequences that are noted for who takes them (I5).
-const MOST_ENDED: usize = 256;
+pub(crate) const MOST_ENDED: usize = 256;
 
 /// What [`Engine::abort`] left behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,6 +63,8 @@ pub struct Engine {
     pub(crate) decoded_wasted: u64,
     /// Prompts and answers whose blocks an ended sequence left in the prefix cache, if somebody wants to know.
     pub(crate) ended: Option<Vec<Exchange>>,
+    /// Prefixes that were fetched are among these.
+    pub(crate) notes_fetched: bool,
     /// First error of a block operation that should never fail; reported by [`Engine::check`].
     pub(crate) defect: Option<KvError>,
     /// Buffers kept from step to step.
@@ -97,6 +99,7 @@ impl Engine {
             decoded: 0,
             decoded_wasted: 0,
             ended: None,
+            notes_fetched: false,
             defect: None,
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
@@ -390,6 +393,11 @@ impl Engine {
         self.ended.get_or_insert_default();
     }
 
+    /// From now on prefixes that were fetched count as ended sequences, too: no prompt follows that would be noted.
+    pub fn note_fetched(&mut self) {
+        self.notes_fetched = true;
+    }
+
     /// Passes on the tokens of sequences that ended since the last call, as far as their KV was in the prefix cache then. Some are left out when there
     /// are many (I5). Whoever moves them sets the deadline.
     pub fn take_ended(&mut self) -> Vec<Exchange> {
@@ -460,12 +468,8 @@ impl Engine {
             sequence.tokens.truncate(sequence.computed as usize + 1);
             let (request_id, tokens) = (sequence.request_id.clone(), std::mem::take(&mut sequence.tokens));
             // What still keeps it is the one who takes it.
-            ended.extend((ended.len() < MOST_ENDED).then_some(Exchange {
-                request_id,
-                tokens,
-                prefix,
-                deadline: Time(0),
-            }));
+            let left = Exchange { request_id, tokens, prefix, deadline: Time(0) };
+            ended.extend((ended.len() < MOST_ENDED).then_some(left));
         }
         Some(sequence)
     }

@@ -8,6 +8,7 @@ use baton_kv_cache::{KvError, Need, Prefix, Readers};
 use baton_types::{BlockId, RequestId, SamplingParams, SeqId};
 
 use crate::config::AGED;
+use crate::engine::MOST_ENDED;
 use crate::sequence::{Phase, Sequence, Turn};
 use crate::{Engine, EngineError, Event, NewSequence, Share, Start, Time};
 
@@ -100,10 +101,15 @@ impl Engine {
         match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Receiving(lent) if sequence.exchange => {
                 let tokens = std::mem::take(&mut sequence.tokens);
+                let (request_id, prefix) = (sequence.request_id.clone(), sequence.prefix.unwrap_or_default());
                 self.receiving.remove(&sequence.turn);
                 self.sequences.remove(&seq);
                 let taken = self.take_fetched(lent, &tokens[..moved as usize]);
                 taken.map_err(|error| self.defect.get_or_insert(error).clone())?;
+                if let (true, Some(ended)) = (self.notes_fetched, &mut self.ended) {
+                    let left = Exchange { request_id, tokens, prefix, deadline: Time(0) };
+                    ended.extend((ended.len() < MOST_ENDED).then_some(left));
+                }
                 Ok(moved)
             }
             other => {

@@ -85,6 +85,25 @@ fn a_prompt_waits_for_its_fetched_prefix_and_computes_the_rest() {
     assert!(to.engine.idle() && from.engine.idle(), "I6");
 }
 
+/// A KV store has no prompts: what it fetched is what it has for the tiers below its pool.
+#[test]
+fn a_fetched_prefix_is_noted_where_no_prompt_follows() {
+    let noted = |notes: bool| {
+        let (mut from, mut to) = (holder(30), Rig::new(LIMITS, 60));
+        to.engine.note_ended();
+        if notes {
+            to.engine.note_fetched();
+        }
+        let (fetches, serves) = (fetch(&mut to, 30).unwrap(), from.engine.serve(exchange(30)).unwrap());
+        write(&from, serves, &mut to, fetches);
+        assert!(to.engine.take_ended().is_empty(), "it is not here yet");
+        assert_eq!(to.engine.fetched(fetches), Ok(28));
+        to.engine.take_ended().into_iter().map(|left| (left.prefix, left.tokens)).collect::<Vec<_>>()
+    };
+    assert_eq!(noted(true), [(prefix(), (0..29).collect())], "its blocks, and a token after them");
+    assert_eq!(noted(false), [], "the prompt after it will be noted");
+}
+
 /// I3, I5: a fetch that fails costs no more than its time, and its blocks go to nobody before they are fenced.
 #[test]
 fn a_prompt_whose_fetch_fails_is_computed() {

@@ -1,4 +1,4 @@
-//! What a prefill and a decode worker do, as pure state machines: the shell feeds inputs and carries out effects.
+//! What a prefill worker, a decode worker and a KV store do, as pure state machines: the shell feeds inputs and carries out effects.
 //!
 //! A core stands between the engine and a worker's shell, which has the model, the transfer engine and the requests'
 //! streams. [`DecodeCore`] and [`PrefillCore`] are one step loop, [`WorkerCore`], each with its own [`RoleCore`]. The
@@ -23,6 +23,7 @@ pub mod decode;
 mod drain;
 pub mod exchange;
 mod first_token;
+mod kv_store;
 mod launch;
 mod load;
 mod loans;
@@ -40,6 +41,7 @@ pub use decode::Decode;
 pub use drain::{Drain, DrainEffect, DrainInput};
 pub use exchange::Exchange;
 pub use first_token::{FirstTokenError, parse_first_token, write_first_token};
+pub use kv_store::KvStore;
 pub use launch::{Outgoing, StepLaunch, Write};
 pub use load::{Load, backlog, work};
 pub use loans::Loan;

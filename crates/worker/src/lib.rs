@@ -1,7 +1,7 @@
-//! Code that prefill and decode workers share: settings, the loaded model and its KV pool, the engine thread, the gRPC server,
+//! Code that prefill workers, decode workers and KV stores share: settings, the loaded model and its KV pool, the engine thread, the gRPC server,
 //! registration and drain.
 //!
-//! This crate is the thin shell around a worker's pure core (`baton-roles`). `prefill-node` and `decode-node` each add a [`Shell`].
+//! This crate is the thin shell around a worker's pure core (`baton-roles`). `prefill-node`, `decode-node` and `kv-store-node` each add a [`Shell`].
 //! It knows nothing of placement, HTTP or text.
 //!
 //! A module uses only modules to its right:
@@ -9,6 +9,7 @@
 //!
 //! - `node` → `load`, `settings`, `service`, `wire`; `node` → `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
+//! - `no_model` → `load`, `plan`, `pool`, `achieved`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `spans`; `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
 //! - `exchange_service` → `stream` → `exchange` → `ends` → `engine_thread`; `engine_thread` and `exchange` know each other, as `engine_thread` and `tiers` do
@@ -37,6 +38,7 @@ mod gpus;
 mod load;
 mod measure;
 mod news;
+mod no_model;
 mod node;
 mod pack;
 mod plan;
@@ -65,6 +67,7 @@ pub use engine_thread::{Commands, EngineHandle, Shell};
 pub use error::WorkerError;
 pub use load::{Ready, load_on_devices, open_model};
 pub use measure::{Loaded, load_on, load_on_gpu};
+pub use no_model::load_pool;
 pub use node::{Node, NodeRole, random_worker_id};
 pub use service::WorkerService;
 pub use settings::check_settings;

@@ -39,12 +39,14 @@ use crate::{Commands, EngineHandle, Shell, WorkerConfig, WorkerError, WorkerServ
 /// Most open HTTP/2 streams per connection (I5).
 const MAX_STREAMS: u32 = 4096;
 
-/// What differs between the two roles' nodes.
+/// What differs between the roles' nodes.
 pub trait NodeRole: Sized {
     /// The shell around its core on the engine thread.
     type Shell: Shell;
     /// Its role in the cluster's membership.
     const ROLE: Role;
+    /// Prefixes that it fetches go to the tiers below its pool, too. Otherwise what the prompts after them leave does.
+    const OFFERS_FETCHED: bool = false;
     /// Makes the role for the core.
     fn role(node: &Node) -> <Self::Shell as Shell>::Role;
     /// Makes the shell.
@@ -164,6 +166,9 @@ impl Node {
         engine.note_cache_changes();
         if config.keeps_kv() {
             engine.note_ended();
+        }
+        if N::OFFERS_FETCHED {
+            engine.note_fetched();
         }
         let node =
             Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
