@@ -100,6 +100,9 @@ baton_runtime::config! {
         /// Decode blocks for a prompt that is predicted to wait at least this long at its prefill worker are reserved when its turn is near, so
         /// that a queue of prompts holds none. 0s: for all prompts, and with any placement (least-loaded counts them from then on only).
         late_reservation: Duration = LATE_RESERVATION,
+        /// KV stores (`baton kv-store`) keep the blocks of prompts and answers from this use on, at most 15; 1: all. With 2 they take in a fraction of
+        /// it, and nothing of what comes once (docs/kv-store.md).
+        kv_store_min_uses: u32 = 1,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
         /// it; the error says why, and when to retry. A key or a request may have its own (see docs/placement.md). Default: none is.
         reject_ttft: Option<Duration> = None,
@@ -141,6 +144,7 @@ impl RouterConfig {
             ("request_timeout", self.request_timeout.is_zero()),
             ("fair_window", self.fair_window == 0),
             ("max_inflight", self.max_inflight == 0),
+            ("kv_store_min_uses", self.kv_store_min_uses == 0),
             ("max_connections", self.max_connections == 0),
             ("body_limit", self.body_limit.0 == 0),
             ("max_attempts", self.max_attempts == 0),

@@ -266,7 +266,15 @@ impl Driver {
                 self.sink.record().recovering(leg, &cause);
             }
             Effect::Judge(verdict) => self.workers.judge(verdict),
-            Effect::Note { placed, names, answer } => self.workers.note(placed, &names, answer),
+            Effect::Note { placed, names, tokens, answer } => {
+                self.workers.note(placed, &names, answer);
+                self.workers.keep(names, || v1::Prefix {
+                    request_id: self.job.request_id.0.clone(),
+                    tokens: tokens.to_vec(),
+                    cache_salt: self.job.standing.cache_salt.clone(),
+                    ..v1::Prefix::default()
+                });
+            }
             // The last effects. `run` performs them.
             Effect::Finish { .. } | Effect::Fail(_) => {}
         }

@@ -56,7 +56,7 @@ impl Watcher {
     }
 
     async fn take(&self, view: Arc<View>) {
-        for role in [Role::Prefill, Role::Decode] {
+        for role in [Role::Prefill, Role::Decode, Role::KvStore] {
             let count = view.members.iter().filter(|m| m.role == role).count();
             gauge!(names::MEMBERS, "role" => role.as_str()).set(count as f64);
         }

@@ -94,9 +94,9 @@ fn bound(found: &Bottleneck) -> Value {
     json!({"by": found.by.as_str(), "over": found.over, "sentence": found.sentence, "pressures": pressures})
 }
 
-/// What bounds the cluster does not depend on workers that are lost, or say nothing.
+/// What bounds the cluster does not depend on workers that are lost, or say nothing, nor on KV stores.
 fn load(seen: &Seen) -> Option<WorkerLoad> {
-    let backlog = seen.backlog.filter(|_| !seen.lost)?;
+    let backlog = seen.backlog.filter(|_| !seen.lost && seen.member.role != Role::KvStore)?;
     Some(WorkerLoad { prefill: seen.member.role == Role::Prefill, backlog, blocks: seen.member.blocks })
 }
 

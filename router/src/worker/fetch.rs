@@ -20,7 +20,8 @@ use tonic::{Code, Request, Status, Streaming};
 use super::Workers;
 use super::link::WorkerChannel;
 
-/// How long a prompt is held back at most until its fetch has begun. It would be computed from its beginning if it came before.
+/// How long a prompt is held back at most until its fetch has begun. It would be computed from its beginning if it came before, and what begins
+/// later is of no use for it.
 const BEGINS: Duration = Duration::from_millis(100);
 /// A fetch may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
@@ -59,7 +60,7 @@ pub(super) async fn fetch_begins(fetch: Option<FetchBegins>) {
 }
 
 /// Why a prefix did not come.
-enum Failed {
+pub(super) enum Failed {
     /// The worker that takes it lent no blocks: nothing was sent.
     Refused(Status),
     /// The worker that holds it gave nothing.
@@ -84,7 +85,7 @@ pub(super) fn begin(workers: Weak<Workers>, (to, from): (WorkerChannel, WorkerCh
     tokio::spawn(async move {
         let _place = place;
         let request_id = prefix.request_id.clone();
-        let outcome = moves((to, from), prefix, Instant::now() + allowed.time, begun).await;
+        let outcome = moves((to, from), prefix, (BEGINS, Instant::now() + allowed.time), begun).await;
         let Fetch { to, from, .. } = fetch;
         let how = match &outcome {
             Ok(tokens) => {
@@ -100,8 +101,8 @@ pub(super) fn begin(workers: Weak<Workers>, (to, from): (WorkerChannel, WorkerCh
                 "failed"
             }
         };
-        if matches!(outcome, Err(Failed::NotTaken(_))) && !allowed.cut {
-            workers.upgrade().iter().for_each(|workers| workers.not_fetched(to));
+        if !allowed.cut {
+            workers.upgrade().iter().for_each(|workers| workers.apart(&outcome, to, from));
         }
         counter!(names::FETCHES, "outcome" => how).increment(1);
     });
@@ -119,16 +120,16 @@ fn left(until: Instant) -> u64 {
 
 type Fetches = Streaming<v1::FetchEvent>;
 
-/// Has the one worker lend blocks for a prefix, then the other one write it, and waits until the first one has it. Returns its tokens.
-async fn moves(
+/// Has the one worker lend blocks for a prefix within so long, then the other one write it, and waits `until` the first one has it. Returns its
+/// tokens.
+pub(super) async fn moves(
     (to, from): (WorkerChannel, WorkerChannel),
     prefix: v1::Prefix,
-    until: Instant,
+    (lends, until): (Duration, Instant),
     begun: oneshot::Sender<()>,
 ) -> Result<u32, Failed> {
     let asked = v1::Prefix { deadline_ms: left(until), ..prefix.clone() };
-    // What begins later is of no use for this prompt.
-    let begins = timeout(BEGINS, lend(to, asked)).await.unwrap_or_else(|_| late());
+    let begins = timeout(lends, lend(to, asked)).await.unwrap_or_else(|_| late());
     let (target, mut fetches) = begins.map_err(Failed::Refused)?;
     let _ = begun.send(());
     let prefix = Some(v1::Prefix { deadline_ms: left(until), ..prefix });

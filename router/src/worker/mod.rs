@@ -7,6 +7,7 @@ mod channel;
 mod fetch;
 mod follow;
 mod held;
+mod keep;
 mod legs;
 mod link;
 mod look;
@@ -30,6 +31,7 @@ use metrics::{counter, gauge};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
+use tonic::{Code, Status};
 
 use crate::config::{PlacementKind, RouterConfig};
 use crate::explain::Explanations;
@@ -38,8 +40,9 @@ use crate::trace::Traces;
 use held::{BLOCKS, HeldBlocks, IN_POOLS, IN_STORES};
 use link::{WorkerChannel, WorkerLink, WorkerTls};
 
-use fetch::Wish;
 pub(crate) use fetch::{Allowed, FetchBegins};
+use fetch::{Failed, Wish};
+use keep::Keeper;
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill, traced};
 pub(crate) use look::Seen;
 
@@ -60,6 +63,7 @@ pub(crate) struct Workers {
     stored: HeldBlocks,
     /// Places for prefixes that move.
     fetches: Arc<Semaphore>,
+    keeper: Keeper,
     /// Placements so far.
     turn: AtomicUsize,
     explanations: Explanations,
@@ -85,6 +89,8 @@ struct Table {
     channels: HashMap<WorkerId, WorkerChannel>,
     /// Tokens of a block of the workers, where names of blocks are to be compared with theirs.
     block_size: u32,
+    /// There are KV stores.
+    has_stores: bool,
 }
 
 /// The tasks that follow workers.
@@ -129,12 +135,14 @@ impl Workers {
         };
         let mut fleet = Fleet::new(model.name(), placement, random_u64());
         fleet.reserve_late(Some(late_reservation));
+        fleet.keep_from(config.kv_store_min_uses.min(u32::from(u8::MAX)) as u8);
         let table = Table {
             capacity: fleet.capacity(),
             gate_room: fleet.gate_room(fair_window),
             fingerprint: fleet.fingerprint(),
             channels: HashMap::new(),
             block_size: fleet.block_size(),
+            has_stores: false,
         };
         let tls = tls.map(WorkerTls::new);
         let (served_name, table) = (model.id().to_owned(), RwLock::new(Arc::new(table)));
@@ -148,6 +156,7 @@ impl Workers {
             held: HeldBlocks::new(BLOCKS, "pools"),
             stored: HeldBlocks::new(BLOCKS, "stores"),
             fetches: Arc::new(Semaphore::new(fetch::MOST)),
+            keeper: Keeper::default(),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
             traces,
@@ -190,6 +199,7 @@ impl Workers {
         }
         (table.capacity, table.fingerprint) = (fleet.capacity(), fleet.fingerprint());
         (table.gate_room, table.block_size) = (fleet.gate_room(self.fair_window), fleet.block_size());
+        table.has_stores = fleet.has_stores();
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(table);
     }
 
@@ -284,8 +294,18 @@ impl Workers {
         Some(fetch::begin(Arc::downgrade(self), (to?, from?), Wish { fetch, prefix, allowed, place }))
     }
 
-    fn not_fetched(&self, to: WorkerId) {
-        self.fleet().not_fetched(to, Instant::now().into_std());
+    /// Takes in what became of a prefix that was to move, where it had the time that it needs.
+    fn apart(&self, outcome: &Result<u32, Failed>, to: WorkerId, from: WorkerId) {
+        let now = Instant::now().into_std();
+        let gone = |status: &Status| status.code() == Code::Unavailable;
+        let late = |status: &Status| status.code() == Code::DeadlineExceeded;
+        match outcome {
+            Err(Failed::NotTaken(_)) => self.fleet().not_fetched(to, now),
+            // One that is late may be loading it first.
+            Err(Failed::NotGiven(status)) if gone(status) => self.fleet().silent(from, now),
+            Err(Failed::Refused(status)) if gone(status) || late(status) => self.fleet().silent(to, now),
+            _ => {}
+        }
     }
 
     /// The stream to a worker is opened for the request with this placement.

@@ -177,6 +177,8 @@ pub enum Effect {
         placed: Placed,
         /// Names of the blocks of prompt and answer.
         names: Vec<BlockName>,
+        /// Their tokens.
+        tokens: Arc<[u32]>,
         /// Tokens of the answer.
         answer: u32,
     },
@@ -527,9 +529,10 @@ impl Choice {
                     // A prompt that was scored is in no prefix cache.
                     if !self.request.scored {
                         let NewRequest { cache_salt, block_size, names, .. } = &self.request;
-                        let names = Prefixes::names(cache_salt, *block_size, names, &self.sequence_so_far());
+                        let tokens = self.sequence_so_far();
+                        let names = Prefixes::names(cache_salt, *block_size, names, &tokens);
                         let answer = self.machine.emitted().len() as u32;
-                        self.todo.push_back(Effect::Note { placed, names, answer });
+                        self.todo.push_back(Effect::Note { placed, names, tokens, answer });
                     }
                 }
                 self.todo.push_back(Effect::Finish { reason, cached_tokens });

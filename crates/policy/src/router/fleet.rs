@@ -20,9 +20,12 @@ use crate::gate::GateRoom;
 use crate::placement::{Chosen, Delays, Links, Placed, Placement, Terms};
 use crate::prefixes::Prefixes;
 
+mod keeping;
 mod placing;
 mod roster;
 
+pub use keeping::Keep;
+use keeping::Keeping;
 pub use placing::{Ask, Known};
 use roster::{Roster, Worker, works};
 
@@ -81,6 +84,8 @@ pub struct Fleet {
     late: Option<Duration>,
     /// A number of this router's own: where others place their requests at the same time, it takes other ones of equal workers.
     seed: u64,
+    /// What KV stores keep.
+    keeping: Keeping,
 }
 
 /// The workers that joined and left with a view.
@@ -163,6 +168,7 @@ impl Fleet {
             placements: 0,
             late: None,
             seed,
+            keeping: Keeping::new(1),
         }
     }
 
@@ -212,6 +218,14 @@ impl Fleet {
     pub fn not_fetched(&mut self, to: WorkerId, now: Instant) {
         if let Some(worker) = self.roster.get_mut(to) {
             worker.apart = Some(now + APART);
+        }
+    }
+
+    /// A worker that was to give or to take a prefix was silent, or is gone. A KV store serves no requests that would notice: for a while nothing is
+    /// asked of it.
+    pub fn silent(&mut self, worker: WorkerId, now: Instant) {
+        if self.roster.get(worker).is_some_and(|worker| worker.role == Role::KvStore) {
+            self.not_fetched(worker, now);
         }
     }
 

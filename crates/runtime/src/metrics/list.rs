@@ -24,6 +24,8 @@ metrics! {
             "workers, and pairs of a prefill and a decode worker, that failed more requests than others, or took much longer, and got none for a while";
         PLACEMENTS: counter "baton_placements_total" by "`route` (split, local) and `kv` (held, stored, none)" of "router",
             "placements that were predicted, by whether a chosen worker holds some of the prompt in its pool (held), or is to load some from its own store (stored)";
+        KEEPS: counter "baton_kv_keeps_total" by "`outcome` (kept; refused, before anything was sent; failed)" of "router",
+            "pieces of prompts and answers that KV stores were asked to take from workers";
         FETCHES: counter "baton_kv_fetches_total" by "`outcome` (fetched; refused, before anything was sent; failed)" of "router",
             "prefixes that workers were asked to take from others";
         PREDICTION_ERROR: gauge "baton_prediction_error_ratio" by "`of` (ttft, itl)" of "router",

@@ -248,7 +248,7 @@ impl World {
                 }
                 Ok(None)
             }
-            Effect::Note { placed, names, answer } => {
+            Effect::Note { placed, names, answer, .. } => {
                 let now = self.clock_now(Process::Router(place));
                 self.routers[place].fleet.note(placed, &names, answer, now);
                 Ok(None)

@@ -1,4 +1,4 @@
-//! The workers of the view, each in a place of its own, so that placement reads many of them without a search.
+//! The workers of the view, KV stores among them, each in a place of its own, so that placement reads many of them without a search.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -84,9 +84,14 @@ impl Worker {
         self.leaving || self.draining
     }
 
+    /// Whether prefixes may move to it and from it: none has failed on the way lately.
+    pub fn gives(&self, now: Instant) -> bool {
+        self.apart.is_none_or(|until| until <= now)
+    }
+
     fn candidate<'a>(&'a self, model: &'a str, class: Class, now: Instant) -> Candidate<'a> {
         let Worker { id, role, layout, ref links, .. } = *self;
-        let exchanges = if self.apart.is_some_and(|until| now < until) { 0 } else { self.exchanges };
+        let exchanges = if self.gives(now) { self.exchanges } else { 0 };
         let (draining, in_flight) = (self.drains(), self.in_flight());
         let load = self.load.now(in_flight, now);
         let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
@@ -99,7 +104,7 @@ impl Roster {
     pub fn update(&mut self, view: &View, model: &str) -> Changes {
         let mut changes = Changes::default();
         let mut before: BTreeMap<WorkerId, Worker> = self.workers.drain(..).map(|worker| (worker.id, worker)).collect();
-        for member in view.members.iter().filter(|m| works(m)) {
+        for member in view.members.iter().filter(|m| works(m) || m.role == Role::KvStore) {
             let new = Worker::new(member, model, self.joined + 1);
             self.workers.push(match before.remove(&member.id) {
                 Some(Worker { joined, in_flight, lost, draining, load, links, apart, .. }) => {

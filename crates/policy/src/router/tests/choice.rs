@@ -173,12 +173,14 @@ fn what_a_prompt_waits_for_after_its_turn_came_is_not_its_prefill_workers_doing(
 fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
     let mut scene = Scene::after([local(D1), token(0)]);
     let effects = scene.step(finished());
-    let [Effect::Judge(_), Effect::Note { placed, names, answer }, Effect::Finish { .. }] = effects.as_slice() else {
+    let [Effect::Judge(_), Effect::Note { placed, names, tokens, answer }, Effect::Finish { .. }] = effects.as_slice()
+    else {
         panic!("{effects:?}")
     };
     assert_eq!(*placed, Placed { decode: D1, prefill: None });
     assert_eq!(*names, crate::Prefixes::names("", 2, &[], &[1, 2, 10]));
     assert_eq!((names.len(), *answer), (1, 1), "a block of two tokens");
+    assert_eq!(**tokens, [1, 2, 10]);
     assert_eq!(Scene::new().step(ChoiceInput::ClientGone).len(), 1, "nobody has anything yet");
 }
 
