@@ -1,0 +1,208 @@
+//! KV stores: what a worker computed is not computed again when that worker is gone, with the same answers (I1); a store that is lost costs a
+//! recompute and no request.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use baton_cluster::Role;
+use baton_proto::v1;
+use baton_tests::binary;
+use baton_tests::cluster::client::{Answer, prompt, sampled};
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, signal_pid, wait};
+use rustix::process::Signal;
+
+/// Prompt tokens, and those of its whole blocks.
+const PROMPT: usize = 1610;
+const BLOCKS: u32 = 100;
+
+fn request(which: u64) -> v1::GenerateRequest {
+    sampled(prompt(PROMPT, which), 12, which)
+}
+
+fn ask(cluster: &Cluster, which: u64) -> anyhow::Result<(Vec<u32>, u32)> {
+    let client = cluster.client()?;
+    said(cluster.block_on(client.ask(request(which)))?)
+}
+
+/// The tokens of an answer, and how many of its prompt's were not computed.
+fn said(answer: Answer) -> anyhow::Result<(Vec<u32>, u32)> {
+    let usage = answer.finish.as_ref().and_then(|f| f.usage).context("usage")?;
+    Ok((answer.ids, usage.cached_tokens))
+}
+
+/// Waits until the store's pool holds so many blocks, and nothing is on its way.
+fn wait_kept(cluster: &Cluster, blocks: u32) -> anyhow::Result<Worker> {
+    cluster.wait_for_worker(Role::KvStore, |store| store.blocks().cached >= blocks && store.idle())
+}
+
+/// Kills the workers that compute, and waits for those that take their places.
+fn lose_workers(cluster: &Cluster) -> anyhow::Result<()> {
+    for role in [Role::Prefill, Role::Decode] {
+        for old in cluster.workers_of(role) {
+            cluster.signal(old.pid, Signal::KILL)?;
+            cluster.wait_for_worker(role, |new| new.member.id != old.member.id)?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the router knows what is in the store's pool, or below it.
+fn wait_indexed(cluster: &Cluster, of: &str, blocks: u32) -> anyhow::Result<()> {
+    let (name, of) = ("baton_kv_index_blocks", format!("of=\"{of}\""));
+    wait(|| cluster.router_metrics().is_ok_and(|m| m.sum(name, &of) >= f64::from(blocks)).then_some(()))
+}
+
+fn fetched(cluster: &Cluster) -> anyhow::Result<f64> {
+    Ok(cluster.router_metrics()?.sum("baton_kv_fetches_total", "outcome=\"fetched\""))
+}
+
+fn with_store(model: &Path) -> ClusterOptions {
+    let args = ["--kv-stores", "1", "--kv-store-memory", "64MiB"].map(str::to_owned).to_vec();
+    ClusterOptions { args, ..ClusterOptions::new(model) }
+}
+
+#[test]
+fn what_was_computed_is_not_computed_again_when_its_worker_is_gone() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(with_store(model.path()))?;
+    let (want, cached) = ask(&cluster, 1)?;
+    ensure!(cached == 0, "{cached} tokens cached of the first prompt");
+    let store = wait_kept(&cluster, BLOCKS)?;
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    let (got, cached) = ask(&cluster, 1)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    ensure!(cached >= 16 * BLOCKS - 16, "{cached} tokens cached after the workers were killed");
+    ensure!(fetched(&cluster)? >= 1.0, "nothing was fetched");
+    let (other, cached) = ask(&cluster, 2)?;
+    ensure!(cached == 0 && other != want, "{cached} tokens of a prompt that nobody has asked");
+    // No prompt is computed in a store, and no answer given.
+    let after = cluster.wait_for_worker(Role::KvStore, |now| now.member.id == store.member.id)?;
+    ensure!(after.status.steps == 0, "the store has computed {} steps", after.status.steps);
+    let status = binary::output(&["status", "--kv", "--registry", cluster.registry()])?;
+    ensure!(status.contains("kv-store"), "{status}");
+    cluster.wait_idle_workers(3)?;
+    cluster.stop()
+}
+
+/// I5: a store that stands still, and then dies, costs a bounded time.
+#[test]
+fn a_store_that_is_lost_costs_a_recompute_and_no_request() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(with_store(model.path()))?;
+    let (want, _) = ask(&cluster, 1)?;
+    let store = wait_kept(&cluster, BLOCKS)?;
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    cluster.signal(store.pid, Signal::STOP)?;
+    let client = cluster.client()?;
+    let asked = cluster.spawn(async move { client.ask(request(1)).await });
+    // While the prompt waits for its prefix.
+    std::thread::sleep(Duration::from_millis(150));
+    cluster.signal(store.pid, Signal::KILL)?;
+    let (got, cached) = said(cluster.block_on(asked)??)?;
+    ensure!(got == want && cached == 0, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+    ensure!(fetched(&cluster)? == 0.0, "a store that is gone gave something");
+    // The one in its place takes in what is asked from now on.
+    cluster.wait_for_worker(Role::KvStore, |new| new.member.id != store.member.id)?;
+    let (again, _) = ask(&cluster, 1)?;
+    ensure!(again == want, "I1: {again:?} instead of {want:?}");
+    wait_kept(&cluster, BLOCKS)?;
+    cluster.wait_idle_workers(3)?;
+    cluster.stop()
+}
+
+/// A store process of its own, beside a cluster.
+struct Store(Child);
+
+impl Store {
+    fn start(cluster: &Cluster, model: &Path, more: &[&str]) -> anyhow::Result<Store> {
+        let mut command = binary::command()?;
+        command.args(["kv-store", "--registry", cluster.registry(), "--insecure-internal", "--admin", "127.0.0.1:0"]);
+        command.arg("--model").arg(model).args(more).stdout(Stdio::null()).stderr(Stdio::null());
+        baton_runtime::die_with_parent(&mut command);
+        Ok(Store(command.spawn()?))
+    }
+
+    /// Has it drain, and end.
+    fn end(mut self) -> anyhow::Result<()> {
+        signal_pid(self.0.id(), Signal::TERM)?;
+        let status = wait(|| self.0.try_wait().transpose())??;
+        ensure!(status.success(), "the store ended with {status}");
+        Ok(())
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // It may have ended, which is as well.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a store has on disk outlives it: the next one gives it to workers that never saw it.
+#[test]
+fn a_store_finds_on_its_disk_what_the_one_before_took() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let args = ["--insecure-internal", "--log", "info,baton_router=debug"].map(str::to_owned).to_vec();
+    let cluster = Cluster::start(ClusterOptions { args, ..ClusterOptions::new(model.path()) })?;
+    let disk = folder.path().display().to_string();
+    let tiers = ["--kv-memory", "64MiB", "--kv-host", "64MiB", "--kv-disk", &disk, "--kv-disk-size", "64MiB"];
+    let member = |store: &Cluster| store.members().into_iter().find(|member| member.role == Role::KvStore);
+    let store = Store::start(&cluster, model.path(), &tiers)?;
+    cluster.wait_for_members(|members| members.iter().any(|member| member.role == Role::KvStore))?;
+    let (want, _) = ask(&cluster, 1)?;
+    wait(|| {
+        let status = cluster.block_on(baton_tests::cluster::status(&member(&cluster)?)).ok()?;
+        status.tiers.iter().any(|tier| tier.tier == "host" && tier.blocks >= BLOCKS.into()).then_some(())
+    })?;
+    store.end()?;
+    cluster.wait_for_members(|members| !members.iter().any(|member| member.role == Role::KvStore))?;
+    let store = Store::start(&cluster, model.path(), &tiers)?;
+    cluster.wait_for_members(|members| members.iter().any(|member| member.role == Role::KvStore))?;
+    // Its first load may be given up, on a machine that is busy: nothing is known yet of how long it takes.
+    let mut cached = 0;
+    for _ in 0..3 {
+        lose_workers(&cluster)?;
+        wait_indexed(&cluster, "stores", BLOCKS)?;
+        // Routers are told every second how long a token takes to load there.
+        std::thread::sleep(Duration::from_secs(2));
+        let (got, came) = ask(&cluster, 1)?;
+        ensure!(got == want, "I1: {got:?} instead of {want:?}");
+        cached = came;
+        if cached > 0 {
+            break;
+        }
+    }
+    let failed = cluster.router_metrics()?.sum("baton_kv_fetches_total", "outcome=\"failed\"");
+    ensure!(cached >= 16 * BLOCKS - 16, "{cached} tokens cached, {failed} fetches failed\n{}", cluster.log());
+    store.end()?;
+    cluster.wait_idle_workers(2)?;
+    cluster.stop()
+}
+
+/// I8.
+#[test]
+fn bad_settings_of_a_store_are_refused_by_name() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    let path = model.path().display().to_string();
+    for (flags, wrong) in [
+        (&["--computed-by", "gpu"][..], "computed_by is gpu; it must be cpu, or the backend of workers"),
+        (&["--kv-memory", "1KiB"][..], "kv_memory is 1KiB; it must be at least"),
+        (&["--kv-disk", "/tmp/none"][..], "kv_host is 0B; it must be at least"),
+        (&["--block-size", "20"][..], "block_size is 20; it must be a multiple of 16"),
+        (&["--quantization", "fp8"][..], "quantization is fp8; it must be none"),
+        (&["--registry-ttl", "1ms"][..], "registry_ttl is 1ms; it must be at least 1s"),
+    ] {
+        let args = [&["kv-store", "--model", &path, "--admin", "127.0.0.1:0"][..], flags].concat();
+        let said = binary::run(&args)?;
+        ensure!(said.code == Some(1) && said.err.contains(wrong), "{flags:?}: {said:?}");
+    }
+    let said = binary::run(&["kv-store", "--threads", "4"])?;
+    ensure!(said.code == Some(2) && said.err.contains("--threads"), "it computes nothing: {said:?}");
+    Ok(())
+}
