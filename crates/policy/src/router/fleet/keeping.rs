@@ -211,6 +211,9 @@ mod tests {
         let given = (0..20).any(|at| keep(&stores, &names(1000 * at, 100), &[holder(STORE, 50)], &[]).is_some());
         assert!(!given, "stores give each other nothing");
         assert!(!fleet(&[member(1, Role::Decode)]).has_stores());
+        let neither = [Role::Decode, Role::KvStore]
+            .map(|role| Member { exchanges: 0, ..member(if role == Role::Decode { 1 } else { 7 }, role) });
+        assert_eq!(keep(&fleet(&neither), &names(0, 100), &[holder(WORKER, 100)], &[]), None, "they exchange nothing");
         let other = |id, role| Member { exchanges: 8, ..member(id, role) };
         let two_kinds = fleet(&[member(1, Role::Decode), other(2, Role::Prefill), other(8, Role::KvStore)]);
         let pool = [holder(WORKER, 100), holder(WorkerId(2), 90)];
