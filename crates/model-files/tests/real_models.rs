@@ -29,7 +29,7 @@ fn round_trips(model: &Model) -> Result<()> {
         let ids = tokenizer.encode(text, false)?;
         ensure!(tokenizer.decode(&ids, false)? == text, "{text:?} comes back as {:?}", tokenizer.decode(&ids, false)?);
         let mut stream = tokenizer.stream(true);
-        let pieces: Vec<String> = ids.iter().map(|&id| stream.push(id)).collect();
+        let pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).into()).collect();
         ensure!(pieces.concat() + &stream.finish() == text, "{text:?} streams as {pieces:?}");
         let bytes = ids.iter().map(|&id| tokenizer.token_bytes(id)).collect::<Result<Vec<_>, _>>()?.concat();
         ensure!(bytes == text.as_bytes(), "{text:?} has the bytes {bytes:?}");
