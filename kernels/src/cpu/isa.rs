@@ -25,6 +25,7 @@ impl Isa {
 
     /// All this CPU has, the best first, [`Isa::Portable`] last. Asks the kernel for AMX, for all threads of this process.
     pub fn available() -> Vec<Isa> {
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "there is no other"))]
         let mut found = vec![Isa::Portable];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {

@@ -25,6 +25,7 @@ pub struct Operands {
     pub scale: *const f32,
     pub minus_sum: *const f32,
     pub halves: *const i16,
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only VNNI's products are of raised weights"))]
     pub raised: *const [i32; 3],
     pub bias: Option<*const f32>,
     pub out: *mut f32,
