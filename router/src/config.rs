@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use baton_policy::Keep;
 use baton_runtime::{Bytes, FetchConfig, ProcessConfig, TlsConfig};
 
 use crate::error::RouterError;
@@ -144,7 +145,6 @@ impl RouterConfig {
             ("request_timeout", self.request_timeout.is_zero()),
             ("fair_window", self.fair_window == 0),
             ("max_inflight", self.max_inflight == 0),
-            ("kv_store_min_uses", self.kv_store_min_uses == 0),
             ("max_connections", self.max_connections == 0),
             ("body_limit", self.body_limit.0 == 0),
             ("max_attempts", self.max_attempts == 0),
@@ -166,6 +166,9 @@ impl RouterConfig {
         }
         if !self.predicts() && (self.reject_ttft.is_some() || self.reject_itl.is_some()) {
             return Err(RouterError::SloNeedsPrediction);
+        }
+        if !(1..=u32::from(Keep::MOST_USES)).contains(&self.kv_store_min_uses) {
+            return Err(RouterError::KvStoreMinUses(self.kv_store_min_uses));
         }
         if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {
             return Err(RouterError::OpenRegistry);
@@ -212,6 +215,17 @@ mod tests {
         assert!(clash("127.0.0.1:80", "127.0.0.1:80") && clash("0.0.0.0:80", "127.0.0.1:80"));
         assert!(!clash("127.0.0.1:0", "127.0.0.1:0"), "0 takes two free ports");
         assert!(!clash("127.0.0.1:80", "127.0.0.2:80") && !clash("127.0.0.1:80", "127.0.0.1:81"));
+    }
+
+    #[test]
+    fn uses_that_are_not_counted_are_refused_by_name() {
+        let said = |uses| {
+            RouterConfig { kv_store_min_uses: uses, ..RouterConfig::default() }.check().map_err(|e| e.to_string())
+        };
+        assert_eq!([said(1), said(15)], [Ok(()), Ok(())]);
+        for uses in [0, 16] {
+            assert_eq!(said(uses), Err(format!("kv_store_min_uses is {uses}; it must be 1 to 15")));
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_policy::Failure;
+use baton_policy::{Failure, Keep};
 use baton_runtime::Bytes;
 use baton_types::{BatonError, ErrorKind};
 
@@ -21,6 +21,9 @@ pub enum RouterError {
     /// Only one placement predicts.
     #[error("reject_ttft and reject_itl need placement = predicted: the others predict nothing")]
     SloNeedsPrediction,
+    /// KV stores are to keep blocks from no use on, or from one that is not counted.
+    #[error("kv_store_min_uses is {0}; it must be 1 to {most}", most = Keep::MOST_USES)]
+    KvStoreMinUses(u32),
     /// No body of the allowed size would fit the memory for bodies.
     #[error("body_memory is {memory} and body_limit is {limit}; body_memory must be at least as large")]
     BodyMemory {
@@ -84,6 +87,7 @@ impl BatonError for RouterError {
             RouterError::Cluster(e) => e.kind(),
             RouterError::Zero { .. }
             | RouterError::SloNeedsPrediction
+            | RouterError::KvStoreMinUses(_)
             | RouterError::BodyMemory { .. }
             | RouterError::SameAddress { .. }
             | RouterError::NoModel

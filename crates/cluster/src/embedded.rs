@@ -252,3 +252,23 @@ impl v1::registry_server::Registry for EmbeddedService {
         Ok(Response::new(views.take_until(end.boxed()).boxed()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_certificate_of_one_role_registers_the_members_of_that_role_alone() {
+        let members = [Role::Prefill, Role::Decode, Role::KvStore, Role::Supervisor];
+        for (has, may) in [
+            (TlsRole::Router, [false; 4]),
+            (TlsRole::Prefill, [true, false, false, false]),
+            (TlsRole::Decode, [false, true, true, false]),
+            (TlsRole::Operator, [false, false, false, true]),
+        ] {
+            let peer = Some([has].into_iter().collect());
+            assert_eq!(members.map(|role| may_be(peer, role).is_ok()), may, "{}", has.name());
+        }
+        assert!(members.into_iter().all(|role| may_be(None, role).is_ok()), "without TLS");
+    }
+}

@@ -135,7 +135,8 @@ impl Workers {
         };
         let mut fleet = Fleet::new(model.name(), placement, random_u64());
         fleet.reserve_late(Some(late_reservation));
-        fleet.keep_from(config.kv_store_min_uses.min(u32::from(u8::MAX)) as u8);
+        // The settings were checked.
+        fleet.keep_from(config.kv_store_min_uses as u8);
         let table = Table {
             capacity: fleet.capacity(),
             gate_room: fleet.gate_room(fair_window),

@@ -22,7 +22,7 @@ const PIECE: u32 = 2048;
 /// Uses of blocks after which their counts are halved. This takes four megabytes at most.
 const SAMPLE: u64 = 1 << 20;
 
-/// What a store takes from a worker, all of it or nothing.
+/// What a store takes from a worker, in pieces, each as a whole or not at all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Keep {
     /// The store.
@@ -36,6 +36,9 @@ pub struct Keep {
 }
 
 impl Keep {
+    /// Most uses that are counted of a block.
+    pub const MOST_USES: u8 = Sketch::MOST;
+
     /// After how many leading tokens each piece that moves ends, in order.
     pub fn pieces(&self) -> impl Iterator<Item = u32> + use<> {
         let Keep { has, tokens, .. } = *self;
@@ -54,9 +57,8 @@ pub(super) struct Keeping {
 }
 
 impl Keeping {
-    /// Blocks are kept from this use on.
+    /// Blocks are kept from this use on, at most [`Keep::MOST_USES`].
     pub fn new(min_uses: u8) -> Keeping {
-        let min_uses = min_uses.min(Sketch::MOST);
         Keeping { min_uses, sketch: (min_uses > 1).then(|| Sketch::new(SAMPLE)) }
     }
 
@@ -73,7 +75,7 @@ impl Keeping {
 }
 
 impl Fleet {
-    /// KV stores keep blocks from this use on; 1: all.
+    /// KV stores keep blocks from this use on, at most [`Keep::MOST_USES`]; 1: all.
     pub fn keep_from(&mut self, min_uses: u8) {
         self.keeping = Keeping::new(min_uses);
     }
