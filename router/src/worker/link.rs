@@ -104,7 +104,7 @@ async fn ask_until_back(workers: Weak<Workers>, channel: WorkerChannel, limit: D
 
 /// True when the worker itself sent the status: such a status has no source. A status with a source was made on this side
 /// of the connection, because the worker is gone or silent.
-fn answered(status: &Status) -> bool {
+pub(super) fn answered(status: &Status) -> bool {
     status.source().is_none() && !says_another_worker(status)
 }
 

@@ -298,7 +298,7 @@ impl Workers {
     /// Takes in what became of a prefix that was to move, where it had the time that it needs.
     fn apart(&self, outcome: &Result<u32, Failed>, to: WorkerId, from: WorkerId) {
         let now = Instant::now().into_std();
-        let gone = |status: &Status| status.code() == Code::Unavailable;
+        let gone = |status: &Status| !link::answered(status) || status.code() == Code::Unavailable;
         let late = |status: &Status| status.code() == Code::DeadlineExceeded;
         match outcome {
             Err(Failed::NotTaken(_)) => self.fleet().not_fetched(to, now),

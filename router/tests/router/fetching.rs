@@ -45,14 +45,20 @@ struct Two {
 }
 
 async fn two(plan: impl IntoIterator<Item = Exchanges>, gives: impl IntoIterator<Item = Exchanges>) -> Two {
+    held_by(Role::Prefill, plan, gives).await
+}
+
+async fn held_by(
+    role: Role,
+    plan: impl IntoIterator<Item = Exchanges>,
+    gives: impl IntoIterator<Item = Exchanges>,
+) -> Two {
     let settings = RouterConfig { placement: PlacementKind::Predicted, local_prompt: 0, ..config() };
     let mut cluster = Cluster::with(settings, 0, 0, &[ANSWER]).await;
     let of = |salt: String| BlockName::root(&salt, 16).chain(&bytes(&prompt()), 16).collect::<Vec<_>>();
     let names: Vec<BlockName> = (0..SALTS).flat_map(|salt| of(salt.to_string())).collect();
     let mut workers = Vec::new();
-    for (role, events) in
-        [(Role::Prefill, says(2000, &names)), (Role::Prefill, says(0, &[])), (Role::Decode, says(0, &[]))]
-    {
+    for (role, events) in [(role, says(2000, &names)), (Role::Prefill, says(0, &[])), (Role::Decode, says(0, &[]))] {
         let worker = cluster.add_and(role, |member| member.exchanges = 5, |worker| worker.news_will_be([events])).await;
         workers.push(worker);
     }
@@ -173,6 +179,27 @@ async fn what_the_holder_does_not_give_is_not_held_against_who_asks() {
     for salt in 1..5 {
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert!(two.ask(&salt.to_string()).await.0["fetches"].is_object(), "{salt}");
+    }
+    two.cluster.stop().await;
+}
+
+/// A store that was killed stays in the view until its registration ends. Nothing is asked of it from when its stream of news ends.
+#[tokio::test]
+async fn nothing_is_fetched_from_a_store_that_is_gone() {
+    let two = held_by(Role::KvStore, [], []).await;
+    let mut salts = 0..SALTS;
+    // From whom a prompt's prefix is fetched that only the store holds.
+    let from = async |salt: usize| two.ask(&salt.to_string()).await.0["fetches"]["from"].clone();
+    let read = async {
+        // The router may not have read yet what the store says.
+        while from(salts.next().expect("the router reads what workers say")).await != "w1" {}
+    };
+    read.await;
+    two.holder.cut();
+    let noticed = async { while !from(salts.next().expect("it is asked again and again")).await.is_null() {} };
+    noticed.await;
+    for salt in salts.by_ref().take(3) {
+        assert!(from(salt).await.is_null());
     }
     two.cluster.stop().await;
 }

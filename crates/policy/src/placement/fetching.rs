@@ -23,12 +23,14 @@ pub(super) struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// The first of those that hold most, as they say, that gives prefixes to others. One that has the prefix only in its own store loads it
-    /// first; it is asked where that is worth a fetch.
+    /// first; it is asked where that is worth a fetch. One that nothing is heard of any more may be gone, and is not asked.
     pub fn of(view: &'a [Candidate<'a>], request: &PlacementInput<'_>) -> Option<Source<'a>> {
         let size = request.block_size.max(1);
         let most = request.tokens.saturating_sub(1) / size * size;
-        let gives =
-            |worker: &&Candidate<'_>| worker.exchanges != 0 && !worker.draining && !request.avoid.contains(&worker.id);
+        let gives = |worker: &&Candidate<'_>| {
+            let there = worker.links.known() && !worker.draining && !request.avoid.contains(&worker.id);
+            there && worker.exchanges != 0
+        };
         let of = |holder: &Holder| {
             let worker = view.iter().filter(gives).find(|worker| worker.id == holder.worker)?;
             Some(Source { worker, tokens: holder.blocks.saturating_mul(size).min(most), loads: 0.0 })
@@ -153,8 +155,12 @@ mod tests {
         assert_eq!(fetch(|_| (), &PlacementInput { avoid: &[WorkerId(1)], ..ASK }), None, "it failed this request");
         let two = [HOLDERS[0], Holder { worker: WorkerId(11), blocks: 100 }];
         let ask = PlacementInput { held: Held { blocks: 250, by: &two, stored: &[] }, ..ASK };
-        let second = fetch(|view| view[0].exchanges = 0, &ask).unwrap();
-        assert_eq!((second.from, second.tokens), (WorkerId(11), 1600), "from the one that holds the next most");
+        let old: fn(&mut [Candidate<'_>; 3]) = |view| view[0].exchanges = 0;
+        static SILENT: Links = Links::NONE;
+        for change in [old, |view| view[0].links = &SILENT] {
+            let second = fetch(change, &ask).unwrap();
+            assert_eq!((second.from, second.tokens), (WorkerId(11), 1600), "from the one that holds the next most");
+        }
     }
 
     #[test]

@@ -74,6 +74,11 @@ impl Links {
         (self.load > 0.0).then_some(self.load)
     }
 
+    /// Whether anything was said, and is not out of date.
+    pub fn known(&self) -> bool {
+        self.token_bytes > 0
+    }
+
     fn rate(&self, to: WorkerId) -> Option<f64> {
         self.rates.get(&to).copied()
     }
@@ -94,7 +99,7 @@ impl Links {
     /// does not say how large its KV is.
     pub fn travels(&self, to: WorkerId) -> Option<f64> {
         let nominal = f64::from(self.token_bytes) / UNKNOWN;
-        (self.token_bytes > 0).then(|| if self.rates.is_empty() { nominal } else { self.to(to).token })
+        self.known().then(|| if self.rates.is_empty() { nominal } else { self.to(to).token })
     }
 }
 

@@ -236,10 +236,10 @@ impl Fleet {
         }
     }
 
-    /// Nothing is heard of a worker any more: what it said is of no use.
+    /// Nothing is heard of a worker any more: what it said is of no use, and no prefix is asked of it.
     pub fn untold(&mut self, worker: WorkerId) {
         if let Some(worker) = self.roster.get_mut(worker) {
-            worker.load = Default::default();
+            (worker.load, worker.links) = Default::default();
         }
     }
 

@@ -464,6 +464,9 @@ fn what_is_fetched_is_no_work_and_what_does_not_come_is_left_alone() {
     assert_eq!(place(&mut fleet, 3, now).fetch, None);
     tell(&mut fleet, later);
     assert!(place(&mut fleet, 4, later).fetch.is_some());
+    // Its process may have been killed. The view goes on naming it for a while.
+    fleet.untold(P1);
+    assert_eq!(place(&mut fleet, 5, later).fetch, None);
 }
 
 /// The told time from token to token follows what is measured in both directions; what an SLO is compared with only grows.
