@@ -28,8 +28,8 @@ KINDS = {
     "ScaledObject": (KEDA, {"scaleTargetRef": SCALED, "pollingInterval": int, "minReplicaCount": int, "maxReplicaCount": int,
                             "advanced?": {"horizontalPodAutoscalerConfig": {"behavior": dict}}, "triggers": [(BY_API, BY_PROMETHEUS)]}),
     "HTTPRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str],
-                            "rules": [{"backendRefs": BACKENDS, "timeouts?": {"request": str}}]}),
-    "GRPCRoute": (GATEWAY, {"parentRefs": [PARENT], "hostnames?": [str], "rules": [{"backendRefs": BACKENDS}]}),
+                            "rules": [{"matches": [{"path": {"type": "PathPrefix", "value": str}}], "backendRefs": BACKENDS,
+                                       "timeouts?": {"request": str}}]}),
 }
 
 
@@ -77,7 +77,7 @@ def loose_ends(manifest, others):
         ports = [{port["name"] for port in service["spec"]["ports"]} for service in met]
         # Beside them there are the Services that clients and workers use.
         wanted, endpoints = 3, spec["endpoints"]
-    elif kind in ("HTTPRoute", "GRPCRoute"):
+    elif kind == "HTTPRoute":
         backends = [(backend["name"], backend["port"]) for rule in spec["rules"] for backend in rule["backendRefs"]]
         there = {(service["metadata"]["name"], port["port"]) for service in services for port in service["spec"]["ports"]}
         yield from (f"there is no Service {name} with port {port}" for name, port in backends if (name, port) not in there)

@@ -49,6 +49,12 @@ pub fn prompt(tokens: usize, seed: u64) -> Vec<u32> {
     crate::tiny::random_u64(seed, "prompt").take(tokens).map(|x| (x % 256) as u32).collect()
 }
 
+impl From<InferenceClient<Channel>> for Client {
+    fn from(client: InferenceClient<Channel>) -> Self {
+        Client(client)
+    }
+}
+
 /// What came back.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Answer {

@@ -2,6 +2,8 @@
 //! the binary reads what it would be given, and the manifests are held against each other.
 
 mod chart;
+mod gateway;
+mod ways;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;

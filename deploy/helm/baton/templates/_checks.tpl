@@ -49,10 +49,9 @@
     {{- fail "keys.secretName is set, but with router.config.registry_on_grpc clients could register workers without a key; set it to false" -}}
   {{- end -}}
 {{- end -}}
-{{- range $route := list "httpRoute" "grpcRoute" -}}
-  {{- $r := get $.Values.router $route -}}
-  {{- if and $r.enabled (not $r.parentRefs) -}}
-    {{- fail (printf "router.%s.enabled is true, but router.%s.parentRefs is empty; name your Gateway there" $route $route) -}}
+{{- with .Values.router.httpRoute -}}
+  {{- if and .enabled (not .parentRefs) -}}
+    {{- fail "router.httpRoute.enabled is true, but router.httpRoute.parentRefs is empty; name your Gateway there" -}}
   {{- end -}}
 {{- end -}}
 {{- with .Values.monitoring -}}
