@@ -265,7 +265,8 @@ async fn supervise(
 async fn fetch_model(config: &UpConfig) -> anyhow::Result<()> {
     let (spec, from) = (config.model.clone(), config.fetch.clone());
     let fetched = tokio::task::spawn_blocking(move || {
-        let source = fetch::Source::new(from.model_cache, from.hub_endpoint, from.hub_token_file.as_deref())?;
+        let source = fetch::Source::new(from.model_cache, from.hub_endpoint, from.hub_token_file.as_deref())?
+            .with_peers(from.model_peers.as_deref())?;
         fetch::find(&source, &spec, &fetch::ProgressBar::new())
     });
     fetched.await.context("fetching the model")??;
@@ -365,6 +366,7 @@ fn common_args(config: &UpConfig, admin: impl ToString) -> Vec<String> {
     args.extend(config.fetch.model_cache.iter().flat_map(|path| flag("model-cache", path.display())));
     args.extend(config.fetch.hub_endpoint.iter().flat_map(|url| flag("hub-endpoint", url)));
     args.extend(config.fetch.hub_token_file.iter().flat_map(|path| flag("hub-token-file", path.display())));
+    args.extend(config.fetch.model_peers.iter().flat_map(|peers| flag("model-peers", peers)));
     args.extend(flag("log", &config.process.log));
     args.extend(flag("log-format", config.process.log_format));
     args.extend(config.process.otlp_endpoint.iter().flat_map(|endpoint| flag("otlp-endpoint", endpoint)));

@@ -140,8 +140,9 @@ pub async fn start(
 
 /// Finds the models, fetches the files that are missing, and opens everything but the weights.
 fn open_models(config: &RouterConfig) -> Result<Vec<ServedModel>, RouterError> {
-    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
-    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file, model_peers } = config.fetch.clone();
+    let source =
+        fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?.with_peers(model_peers.as_deref())?;
     let names = config.served_name.as_deref().unwrap_or_default();
     // Models without names of their own have their default names.
     let names = names.split(';').chain(std::iter::repeat(""));

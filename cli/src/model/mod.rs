@@ -30,8 +30,9 @@ pub fn command() -> Command {
 /// Runs the subcommand.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
-    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = crate::fetch::settings(matches)?;
-    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file, model_peers } = crate::fetch::settings(matches)?;
+    let source =
+        fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?.with_peers(model_peers.as_deref())?;
     let spec = || matches.get_one::<String>("model").map_or("", String::as_str);
     let find = || fetch::find(&source, spec(), &fetch::ProgressBar::new());
     match name {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use baton_model_text::fetch::{self, Parts};
 
 pub use baton_model_text::fetch::{
-    CachedModel, HubOptions, NoProgress, Progress, ProgressBar, Recipe, Source, catalogue, default_cache, list,
+    CachedModel, HubOptions, NoProgress, Progress, ProgressBar, Recipe, Source, catalogue, default_cache, list, shared,
 };
 
 use crate::safetensors::shard_names;

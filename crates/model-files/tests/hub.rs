@@ -205,6 +205,77 @@ fn a_cut_connection_goes_on_where_it_broke() {
     assert_eq!(starts, [0, 1_000_000, 1_000_000, 1_500_000]);
 }
 
+/// A hub with one large file, and workers that have a copy of it.
+fn with_peers(copies: usize) -> (Case, Vec<u8>, Vec<Hub>) {
+    let (mut case, bytes) = Case::with_file(3_000_000);
+    let copy = |_| {
+        let peer = Hub::start();
+        peer.add("m.gguf", &bytes, Some(&sha256(&bytes)));
+        peer
+    };
+    let peers: Vec<Hub> = (0..copies).map(copy).collect();
+    case.options.peers = peers.iter().map(Hub::peer).collect();
+    (case, bytes, peers)
+}
+
+fn asked(hubs: &[Hub]) -> Vec<String> {
+    hubs.iter().flat_map(Hub::take_log).collect()
+}
+
+#[test]
+fn a_large_file_comes_from_a_worker_that_has_it() {
+    let (case, bytes, peers) = with_peers(1);
+    case.hub.add("config.json", b"{}", None);
+    let path = case.resolve("org/name").unwrap();
+    assert!(std::fs::read(&path).unwrap() == bytes);
+    assert_eq!((asked(&peers), case.hub.take_log()), (vec!["m.gguf 0".to_owned()], vec![]));
+    // It is in the cache as if the hub had given it.
+    let (read, names) =
+        (std::fs::read_link(&path).unwrap(), text::shared(case.cache.path(), "org/name", &sha256(&bytes)));
+    assert_eq!(read.file_name().unwrap().to_str(), Some(&sha256(&bytes)[..]));
+    assert_eq!(names.unwrap().canonicalize().unwrap(), path.canonicalize().unwrap());
+    assert_eq!(case.resolve("org/name").unwrap(), path);
+    assert_eq!((asked(&peers), case.hub.take_log()), (vec![], vec![]));
+}
+
+#[test]
+fn what_one_worker_began_another_one_or_the_hub_ends() {
+    let (case, bytes, peers) = with_peers(2);
+    peers.iter().for_each(|peer| peer.faults("m.gguf", &[Fault::CutAfter(1_000_000)]));
+    assert!(case.content() == bytes);
+    assert_eq!(
+        asked(&peers).into_iter().collect::<std::collections::BTreeSet<_>>().len(),
+        2,
+        "each where the other was cut"
+    );
+    assert_eq!(case.hub.take_log(), ["m.gguf 2000000"]);
+}
+
+#[test]
+fn a_workers_wrong_file_is_noticed_and_a_worker_without_it_left() {
+    let (case, bytes, peers) = with_peers(1);
+    peers[0].faults("m.gguf", &[Fault::Damage]);
+    assert!(case.content() == bytes);
+    assert_eq!(case.hub.take_log(), ["m.gguf 0"], "nothing of what was wrong is kept");
+
+    for fault in [Fault::Status(404), Fault::Status(503), Fault::Status(302), Fault::IgnoreRange] {
+        let (case, bytes, peers) = with_peers(1);
+        peers[0].faults("m.gguf", &[fault]);
+        assert!(case.content() == bytes);
+        assert_eq!(case.hub.take_log(), ["m.gguf 0"], "{fault:?}");
+    }
+    let (mut case, bytes, _) = with_peers(0);
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    case.options.peers = vec![closed.to_string(), "no.such.host.invalid:1".to_owned()];
+    assert!(case.content() == bytes);
+
+    let (mut case, bytes, peers) = with_peers(1);
+    case.options.silence = Duration::from_secs(1);
+    peers[0].faults("m.gguf", &[Fault::Hang]);
+    assert!(case.content() == bytes);
+    assert_eq!(case.hub.take_log(), ["m.gguf 1500000"], "a worker that says nothing is given up");
+}
+
 #[test]
 fn a_later_process_goes_on_with_what_an_earlier_one_left() {
     let (mut case, bytes) = Case::with_file(1_000_000);

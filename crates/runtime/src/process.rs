@@ -41,6 +41,9 @@ crate::config! {
         hub_endpoint: Option<String> = None,
         /// File that holds the hub's access token, for models that need one.
         hub_token_file: Option<PathBuf> = None,
+        /// Workers that may have the model already (--share-models): http://HOST:PORT of their admin endpoints, with commas. Large files of a hub's
+        /// model come from there if they can, and are checked against the digests that the hub tells; default: none.
+        model_peers: Option<String> = None,
     }
 }
 

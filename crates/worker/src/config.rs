@@ -49,6 +49,8 @@ baton_runtime::config! {
         /// The model: a path, a name, org/name on the hub, or random:NAME (random weights, no download). All workers and routers of a
         /// cluster need the same.
         model: String = "smollm2".to_owned(),
+        /// Gives the model's files, if they come from a hub, to whoever asks at the admin endpoint for one by its digest: see --model-peers.
+        share_models: bool = false,
         /// Address of the gRPC server that the router calls; port 0 takes a free one.
         grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
         /// Address where KV arrives over TCP; port 0 takes a free one. A prefill worker takes prefixes from others there, if they can reach it.

@@ -7,7 +7,7 @@
 //! A module uses only modules to its right:
 //!
 //!
-//! - `node` → `load`, `settings`, `service`, `wire`; `node` → `serving` → `engine_thread`
+//! - `node` → `load`, `settings`, `service`, `sharing`, `wire`; `node` → `serving` → `engine_thread`
 //! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `no_model` → `load`, `plan`, `pool`, `achieved`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
@@ -48,6 +48,7 @@ mod report;
 mod service;
 mod serving;
 mod settings;
+mod sharing;
 mod signals;
 mod spans;
 mod stored;

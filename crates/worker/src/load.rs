@@ -26,8 +26,9 @@ use crate::{PackTokens, WorkerConfig, ranks};
 
 /// Finds and opens the model. Fetches it first if it is a name or a hub id that is not in the cache yet.
 pub fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
-    let FetchConfig { model_cache, hub_endpoint, hub_token_file } = config.fetch.clone();
-    let source = fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?;
+    let FetchConfig { model_cache, hub_endpoint, hub_token_file, model_peers } = config.fetch.clone();
+    let source =
+        fetch::Source::new(model_cache, hub_endpoint, hub_token_file.as_deref())?.with_peers(model_peers.as_deref())?;
     Ok(fetch::find(&source, &config.model, &Logged::default())?.open()?)
 }
 

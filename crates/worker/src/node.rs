@@ -31,6 +31,7 @@ use crate::news::WorkerNews;
 use crate::report::Told;
 use crate::serving::Serving;
 use crate::settings::check_settings;
+use crate::sharing;
 use crate::signals::{self, Limits};
 use crate::tiers::{self, TiersShell};
 use crate::wire::Fit;
@@ -141,7 +142,8 @@ impl Node {
         check_settings(&config)?;
         let tls = Tls::open(&config.internal_tls)?;
         let (told, signals) = watch::channel(None);
-        let routes = AdminRoutes { open: signals::routes(signals), ..AdminRoutes::default() };
+        let open = signals::routes(signals).merge(sharing::routes(&config)?);
+        let routes = AdminRoutes { open, ..AdminRoutes::default() };
         let process = Process::start(N::ROLE.as_str(), &config.process, routes).await?;
         process.shutdown.outlive_hangups()?;
         let listener = baton_runtime::listen(config.grpc, "--grpc").await?;

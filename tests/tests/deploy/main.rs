@@ -70,9 +70,12 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
         "log_format",
         "model",
         "model_cache",
+        "model_peers",
     ];
-    let own: BTreeSet<&str> =
-        own.into_iter().chain(["registry", "served_name", "transfer", "transfer_sockets", "view_file"]).collect();
+    let own: BTreeSet<&str> = own
+        .into_iter()
+        .chain(["registry", "served_name", "share_models", "transfer", "transfer_sockets", "view_file"])
+        .collect();
     let schema: Value = serde_json::from_slice(&std::fs::read(chart().join("values.schema.json"))?)?;
     let keys = |node: &Value| -> BTreeSet<String> {
         node["properties"].as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()

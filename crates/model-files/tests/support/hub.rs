@@ -67,6 +67,11 @@ impl Hub {
         hub
     }
 
+    /// As a worker that shares its files.
+    pub fn peer(&self) -> String {
+        self.address.clone()
+    }
+
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
@@ -130,7 +135,11 @@ impl Hub {
             return plain(&mut out, 200, &json!({"sha": COMMIT, "siblings": siblings}).to_string());
         }
         let resolve = format!("/{REPOSITORY}/resolve/{COMMIT}/");
-        let (name, direct) = match (path.strip_prefix(&resolve), path.strip_prefix("/cdn/")) {
+        // As a worker gives it to others.
+        let digest = path.strip_prefix("/blobs/");
+        let blob = digest.and_then(|digest| state.files.iter().find(|(_, blob)| blob.large && blob.etag == digest));
+        let blob = blob.map(|(name, _)| name.clone());
+        let (name, direct) = match (path.strip_prefix(&resolve), path.strip_prefix("/cdn/").or(blob.as_deref())) {
             (Some(name), _) => (name, true),
             (None, Some(name)) => (name, false),
             (None, None) => return plain(&mut out, 404, "no such repository"),

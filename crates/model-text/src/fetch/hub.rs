@@ -27,6 +27,8 @@ pub struct HubOptions {
     pub endpoint: Option<String>,
     /// Access token for repositories that need one.
     pub token: Option<String>,
+    /// `HOST:PORT` of workers that give large files to others.
+    pub peers: Vec<String>,
     /// Longest silence before giving up.
     pub silence: Duration,
     /// Attempts for each file; each resumes where the last one broke off.
@@ -35,19 +37,17 @@ pub struct HubOptions {
 
 impl Default for HubOptions {
     fn default() -> Self {
-        HubOptions { endpoint: None, token: None, silence: Duration::from_secs(60), attempts: 5 }
+        HubOptions { endpoint: None, token: None, peers: Vec::new(), silence: Duration::from_secs(60), attempts: 5 }
     }
 }
 
 impl fmt::Debug for HubOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The token is a secret; logs learn only whether there is one.
-        let HubOptions { endpoint, token, silence, attempts } = self;
+        let HubOptions { endpoint, token, peers, silence, attempts } = self;
         let token = token.as_ref().map(|_| "…");
-        write!(
-            f,
-            "HubOptions {{ endpoint: {endpoint:?}, token: {token:?}, silence: {silence:?}, attempts: {attempts} }}"
-        )
+        write!(f, "HubOptions {{ endpoint: {endpoint:?}, token: {token:?}, peers: {peers:?}, ")?;
+        write!(f, "silence: {silence:?}, attempts: {attempts} }}")
     }
 }
 
@@ -107,7 +107,7 @@ pub(super) struct Fetch<'a> {
     pub options: &'a HubOptions,
     pub progress: &'a dyn Progress,
     pub api: Api,
-    cache: Cache,
+    pub cache: Cache,
     /// The commit that all files are taken from.
     pub commit: String,
     siblings: Vec<String>,
@@ -179,7 +179,10 @@ impl<'a> Fetch<'a> {
         if let Some(path) = self.cache.repo(self.repo()).get(file) {
             return Ok(path);
         }
-        self.retrying(file, || self.download(file))
+        match self.peers_give(file) {
+            Some(path) => Ok(path),
+            None => self.retrying(file, || self.download(file)),
+        }
     }
 
     /// Tries what is worth another try, up to the configured number of attempts.

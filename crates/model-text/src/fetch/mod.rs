@@ -6,6 +6,7 @@
 mod catalogue;
 mod header;
 mod hub;
+mod peers;
 mod pick;
 mod progress;
 mod registry;
@@ -19,6 +20,7 @@ use crate::{ModelFileError, RandomShape, TextModel};
 
 pub use catalogue::{Recipe, catalogue};
 pub use hub::HubOptions;
+pub use peers::shared;
 pub use pick::{INDEX, SINGLE};
 pub use progress::{NoProgress, Progress, ProgressBar};
 use store::Extent;
@@ -80,6 +82,25 @@ impl Source {
         };
         let cache = cache.map_or_else(default_cache, Ok)?;
         Ok(Source { cache, hub: HubOptions { endpoint: hub_endpoint, token, ..HubOptions::default() } })
+    }
+
+    /// The same, with workers that have large files of a hub's models: `http://HOST:PORT`, with commas.
+    ///
+    /// # Errors
+    /// One of them is no such address; the error names the setting.
+    pub fn with_peers(mut self, peers: Option<&str>) -> Result<Source, ModelFileError> {
+        for peer in peers.unwrap_or_default().split(',').map(str::trim).filter(|peer| !peer.is_empty()) {
+            let address = peer.strip_prefix("http://").map(|address| address.trim_end_matches('/'));
+            let address = address.filter(|address| {
+                address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+            });
+            let Some(address) = address else {
+                let problem = format!("{peer:?} is not http://HOST:PORT");
+                return Err(ModelFileError::Setting { name: "model_peers", problem });
+            };
+            self.hub.peers.push(address.to_owned());
+        }
+        Ok(self)
     }
 
     /// The cache folder.
@@ -160,6 +181,18 @@ mod tests {
         for bad in ["", " \n", "two tokens", "secret\u{1}"] {
             let error = source(None, Some(&file(bad))).unwrap_err();
             assert!(error.contains("hub_token_file") && !error.contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn peers_are_addresses_with_a_port() {
+        let source = || Source::new(Some("/x".into()), None, None).unwrap();
+        let two = source().with_peers(Some("http://a:1, http://[::1]:9000/,")).unwrap();
+        assert_eq!(two.hub.peers, ["a:1", "[::1]:9000"]);
+        assert!(source().with_peers(None).unwrap().hub.peers.is_empty());
+        for bad in ["a:1", "https://a:1", "http://a", "http://:1", "http://a:70000", "http://a:1/x"] {
+            let error = source().with_peers(Some(bad)).unwrap_err().to_string();
+            assert!(error.contains("model_peers") && error.contains(bad), "{error}");
         }
     }
 

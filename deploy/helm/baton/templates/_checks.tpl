@@ -33,6 +33,12 @@
 {{- if and (eq .Values.modelCache.type "existing") (not .Values.modelCache.existing.claimName) -}}
   {{- fail "modelCache.type is existing, but modelCache.existing.claimName is empty; name your claim there" -}}
 {{- end -}}
+{{- if and .Values.modelCache.emptyDir.share (ne .Values.modelCache.type "emptyDir") -}}
+  {{- fail (printf "modelCache.emptyDir.share is true, but modelCache.type is %s, so that all pods have one volume; set it to false" .Values.modelCache.type) -}}
+{{- end -}}
+{{- if and .Values.modelCache.emptyDir.share (not (regexMatch "^[^/:.][^/:]*/[^/]" .Values.model)) -}}
+  {{- fail (printf "modelCache.emptyDir.share is true, but model is %s, which does not come from a hub; set it to false" .Values.model) -}}
+{{- end -}}
 {{- if .Values.modelCache.job.enabled -}}
   {{- if eq .Values.modelCache.type "emptyDir" -}}
     {{- fail "modelCache.job.enabled is true, but modelCache.type is emptyDir, which each pod has for itself; set modelCache.type to claim or existing" -}}

@@ -79,6 +79,9 @@ no choice. */}}
 {{- if $v.hub.token.secretName -}}
   {{- $_ := set $settings "hub_token_file" (include "baton.hubTokenPath" .root) -}}
 {{- end -}}
+{{- if and (ne .role "router") (include "baton.sharesModels" .root) -}}
+  {{- $_ := set $settings "share_models" true -}}
+{{- end -}}
 {{- if eq .role "router" -}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}
   {{- /* On a volume that outlives the container, not the pod. */ -}}

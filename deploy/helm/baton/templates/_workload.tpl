@@ -281,6 +281,10 @@ root and role. */}}
     - pull
     - {{ $v.model | quote }}
     - --model-cache={{ include "baton.modelCachePath" .root }}
+    {{- if include "baton.sharesModels" .root }}
+    {{- $peer := printf "http://%s-%%s-models:%v" (include "baton.fullname" .root) (include "baton.ports" .root | fromYaml).admin }}
+    - --model-peers={{ printf $peer "prefill" }},{{ printf $peer "decode" }}
+    {{- end }}
     {{- with $v.hub.endpoint }}
     - --hub-endpoint={{ . }}
     {{- end }}
@@ -312,6 +316,11 @@ root and role. */}}
     {{- if $v.hub.token.secretName }}
     - {name: hub-token, mountPath: {{ include "baton.hubTokenPath" .root | dir }}, readOnly: true}
     {{- end }}
+{{- end -}}
+
+{{/* Whether workers give the files of their model to those that start. Takes the root. */}}
+{{- define "baton.sharesModels" -}}
+{{- if and (eq .Values.modelCache.type "emptyDir") .Values.modelCache.emptyDir.share }}true{{ end -}}
 {{- end -}}
 
 {{/* Whether the model comes from a registry or a hub; empty: it is a path, or made. Takes the root. */}}
