@@ -280,6 +280,8 @@ def main():
         for name, runs in results.items():
             row = figures(runs)
             rows.append([f"{rate:.0f}", str(burst), shared or "-", name, *row])
+            # A run takes long, and may be cut off.
+            print("  ".join(rows[-1]), file=sys.stderr, flush=True)
             if float(row[2]) < LATE_MS and row[-1] == "0":
                 held[name, burst, shared] = max(rate, held.get((name, burst, shared), 0))
     print_table(["requests/s", "burst", "shared", "router", "CPU, µs a token", "first token p50, ms added", "p99", "end p50, ms added", "p99",
