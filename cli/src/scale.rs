@@ -19,6 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(15);
 pub struct Wanted {
     pub prefill: Option<u32>,
     pub decode: Option<u32>,
+    pub kv_store: Option<u32>,
 }
 
 /// How a change is made.
@@ -59,8 +60,8 @@ pub struct Drain {
 impl Wanted {
     /// The roles that change.
     pub fn roles(&self) -> impl Iterator<Item = (Role, u32)> {
-        let both = [(Role::Prefill, self.prefill), (Role::Decode, self.decode)];
-        both.into_iter().filter_map(|(role, count)| Some((role, count?)))
+        let all = [(Role::Prefill, self.prefill), (Role::Decode, self.decode), (Role::KvStore, self.kv_store)];
+        all.into_iter().filter_map(|(role, count)| Some((role, count?)))
     }
 }
 
@@ -73,6 +74,7 @@ pub fn command() -> Command {
         .about("Starts or drains workers, of a `baton up` on this machine or of a release on Kubernetes")
         .arg(count("prefill", "Prefill workers there should be"))
         .arg(count("decode", "Decode workers there should be"))
+        .arg(count("kv-store", "KV stores there should be"))
         .args(how())
         .args(reach_args())
 }
@@ -122,12 +124,16 @@ fn options(matches: &ArgMatches) -> Options {
     }
 }
 
+fn wanted(matches: &ArgMatches) -> Wanted {
+    let count = |name| matches.get_one::<u32>(name).copied();
+    Wanted { prefill: count("prefill"), decode: count("decode"), kv_store: count("kv-store") }
+}
+
 /// Runs `baton scale`.
 pub async fn scale(matches: &ArgMatches) -> anyhow::Result<()> {
-    let count = |name| matches.get_one::<u32>(name).copied();
-    let (wanted, options) = (Wanted { prefill: count("prefill"), decode: count("decode") }, options(matches));
+    let (wanted, options) = (wanted(matches), options(matches));
     if wanted.roles().next().is_none() {
-        bail!("nothing to do: give --prefill N, --decode M, or both");
+        bail!("nothing to do: give --prefill N, --decode N, --kv-store N, or several of them");
     }
     scale_to(matches, &wanted, &options).await
 }
@@ -190,9 +196,12 @@ impl Up {
             options.say.line("nothing was changed (--dry-run)");
             return Ok(());
         }
-        let Wanted { prefill, decode } = *wanted;
-        let request = v1::ScaleRequest { prefill, decode, at_once: !options.wait };
+        let Wanted { prefill, decode, kv_store } = *wanted;
+        let request = v1::ScaleRequest { prefill, decode, kv_store, at_once: !options.wait };
         let now = answered(options, self.client.scale(request)).await?;
+        if kv_store.is_some() && now.kv_store.is_none() {
+            bail!("this `baton up` is of a version that does not scale KV stores; start it anew with --kv-stores N");
+        }
         self.wait(now, options).await
     }
 
@@ -226,24 +235,30 @@ impl Up {
         if !options.wait {
             return Ok(());
         }
-        let serving = |view: &Arc<View>| (Up::count(view, Role::Prefill), Up::count(view, Role::Decode));
+        let serving = |view: &Arc<View>| [Role::Prefill, Role::Decode, Role::KvStore].map(|role| Up::count(view, role));
+        let wanted = [now.prefill, now.decode, now.kv_store.unwrap_or_default()];
         let wait = async {
             loop {
                 let view = Arc::clone(&*self.registry.views.borrow_and_update());
-                let (prefill, decode) = serving(&view);
-                options.say.line(&format!(
-                    "{prefill} of {} prefill and {decode} of {} decode workers serve",
-                    now.prefill, now.decode
-                ));
-                if (prefill, decode) == (now.prefill, now.decode) {
+                let before = serving(&view);
+                options.say.line(&progress(before, wanted));
+                if before == wanted {
                     return anyhow::Ok(());
                 }
-                let before = (prefill, decode);
                 self.registry.views.wait_for(|view| serving(view) != before).await.context("the registry is gone")?;
             }
         };
         let late = "the processes run, but not all of them serve yet (--timeout); `baton status` shows which";
         tokio::time::timeout(options.timeout, wait).await.context(late)?
+    }
+}
+
+/// How many serve of those that there will be: prefill workers, decode workers, KV stores.
+fn progress([prefill, decode, stores]: [u32; 3], wanted: [u32; 3]) -> String {
+    let workers = format!("{prefill} of {} prefill and {decode} of {} decode workers serve", wanted[0], wanted[1]);
+    match stores.max(wanted[2]) {
+        0 => workers,
+        _ => format!("{workers}, and {stores} of {} KV stores", wanted[2]),
     }
 }
 
@@ -256,4 +271,31 @@ async fn answered(
     let answer = tokio::time::timeout(patience, answer).await;
     let answer = answer.with_context(|| format!("no answer of `baton up` within {patience:?} (--timeout)"))?;
     Ok(answer.map_err(|status| anyhow::anyhow!("{}", status.message()))?.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_role_has_a_number_of_its_own() {
+        let matches = command().try_get_matches_from(["scale", "--kv-store", "3", "--decode", "2"]).unwrap();
+        let wanted = wanted(&matches);
+        assert_eq!(wanted.roles().collect::<Vec<_>>(), [(Role::Decode, 2), (Role::KvStore, 3)]);
+        let refused = command().try_get_matches_from(["scale", "--kv-store", "some"]).unwrap_err().to_string();
+        assert!(refused.contains("--kv-store <N>"), "{refused}");
+    }
+
+    #[test]
+    fn stores_are_told_of_where_there_are_any() {
+        assert_eq!(progress([1, 2, 0], [1, 3, 0]), "1 of 1 prefill and 2 of 3 decode workers serve");
+        assert_eq!(
+            progress([1, 2, 1], [1, 3, 0]),
+            "1 of 1 prefill and 2 of 3 decode workers serve, and 1 of 0 KV stores"
+        );
+        assert_eq!(
+            progress([0, 1, 0], [0, 1, 2]),
+            "0 of 0 prefill and 1 of 1 decode workers serve, and 0 of 2 KV stores"
+        );
+    }
 }

@@ -192,9 +192,11 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     }
     decode.extend(files(TlsRole::Decode));
     supervisor.define(Kind::Decode, decode);
-    let mut store = kv_store_args(&config, &registry);
-    store.extend(files(TlsRole::Decode));
-    supervisor.define(Kind::KvStore, store);
+    if all_on_cpu(&config) {
+        let mut store = kv_store_args(&config, &registry);
+        store.extend(files(TlsRole::Decode));
+        supervisor.define(Kind::KvStore, store);
+    }
     supervisor.spread(devices, ranks);
     supervisor.scale(Kind::Router, 1);
     supervisor.scale(Kind::Prefill, config.prefill as usize);
@@ -224,16 +226,18 @@ fn check_admin(process: &ProcessConfig) -> anyhow::Result<()> {
 
 /// Refuses KV stores for KV that is not all of one kind, or of which this program does not know what computes it.
 fn check_kv_stores(config: &UpConfig) -> anyhow::Result<()> {
-    let UpConfig { kv_stores, backend, prefill_backend, .. } = *config;
-    if kv_stores > 0
-        && [Some(backend), prefill_backend].into_iter().flatten().any(|backend| backend != BackendKind::Cpu)
-    {
+    if config.kv_stores > 0 && !all_on_cpu(config) {
         bail!(
-            "--kv-stores is {kv_stores}; it must be 0 unless all workers compute on the CPU. Start `baton kv-store` beside, with --computed-by \
-             as the workers' log names their backend"
+            "--kv-stores is {}; it must be 0 unless all workers compute on the CPU. Start `baton kv-store` beside, with --computed-by \
+             as the workers' log names their backend",
+            config.kv_stores
         );
     }
     Ok(())
+}
+
+fn all_on_cpu(config: &UpConfig) -> bool {
+    config.backend == BackendKind::Cpu && config.prefill_backend.is_none_or(|backend| backend == BackendKind::Cpu)
 }
 
 /// Runs the processes from their start until the drain starts.

@@ -190,6 +190,44 @@ fn a_store_finds_on_its_disk_what_the_one_before_took() -> anyhow::Result<()> {
     cluster.stop()
 }
 
+/// A cluster without stores gets two, loses one by `baton drain`, and then the other; what they held is computed again.
+#[test]
+fn stores_come_and_go_while_the_cluster_serves() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let args = ["--kv-store-memory", "64MiB"].map(str::to_owned).to_vec();
+    let cluster = Cluster::start(ClusterOptions { args, ..ClusterOptions::new(model.path()) })?;
+    let url = cluster.registry().to_owned();
+    let scale = |stores: usize| {
+        let said = binary::output(&["scale", "--kv-store", &stores.to_string(), "--wait", "--registry", &url])?;
+        let there = if stores == 0 { String::new() } else { format!(", and {stores} of {stores} KV stores") };
+        let wanted = format!("1 of 1 prefill and 1 of 1 decode workers serve{there}");
+        ensure!(said.lines().last() == Some(&*wanted), "{said}");
+        ensure!(cluster.pids("kv-store").len() == stores, "{:?}", cluster.pids("kv-store"));
+        anyhow::Ok(said)
+    };
+    let said = scale(2)?;
+    ensure!(said.starts_with("kv-store: 0 -> 2 workers"), "{said}");
+    let (want, _) = ask(&cluster, 1)?;
+    let holds = wait_kept(&cluster, BLOCKS)?;
+    // The one that holds nothing goes.
+    let other = cluster.workers_of(Role::KvStore).into_iter().find(|store| store.member.id != holds.member.id);
+    let other = other.context("another store")?;
+    binary::output(&["drain", &other.member.id.to_string(), "--wait", "--registry", &url])?;
+    ensure!(cluster.pids("kv-store") == [holds.pid], "{:?} instead of {}", cluster.pids("kv-store"), holds.pid);
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    let (got, cached) = ask(&cluster, 1)?;
+    ensure!(got == want && cached >= 16 * BLOCKS - 16, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+    scale(0)?;
+    lose_workers(&cluster)?;
+    let (got, cached) = ask(&cluster, 1)?;
+    ensure!(got == want && cached == 0, "I1: {got:?} instead of {want:?}, {cached} tokens cached of no store");
+    let said = binary::run(&["scale", "--kv-store", "65", "--registry", &url])?;
+    ensure!(said.code == Some(1) && said.err.contains("kv_store is above 64"), "{said:?}");
+    cluster.wait_idle_workers(2)?;
+    cluster.stop()
+}
+
 /// I8.
 #[test]
 fn bad_settings_of_a_store_are_refused_by_name() -> anyhow::Result<()> {

@@ -22,6 +22,18 @@ pub fn leaving(mut pods: Vec<Candidate>, count: usize) -> Vec<Candidate> {
     pods
 }
 
+/// The pods of a StatefulSet that go where `to` are left: those with the highest numbers, whatever they have to do.
+pub fn numbered_from(pods: Vec<Candidate>, to: u32) -> Vec<Candidate> {
+    let mut going: Vec<_> = pods.into_iter().filter(|pod| number(&pod.name).is_some_and(|at| at >= to)).collect();
+    going.sort_by_key(|pod| std::cmp::Reverse(number(&pod.name)));
+    going
+}
+
+/// The number of a pod of a StatefulSet, which its name ends with.
+pub fn number(pod: &str) -> Option<u32> {
+    pod.rsplit_once('-')?.1.parse().ok()
+}
+
 impl std::fmt::Display for Candidate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.ready, self.requests) {
@@ -54,6 +66,16 @@ mod tests {
         assert_eq!(order, ["starting", "cold", "warm", "few", "busy", "silent"]);
         assert_eq!(leaving(pods.to_vec(), 2).len(), 2);
         assert!(leaving(pods.to_vec(), 0).is_empty());
+    }
+
+    #[test]
+    fn numbered_pods_go_from_the_last_on() {
+        let pods = ["kv-store-2", "kv-store-10", "kv-store-0", "kv-store-9"].map(|name| pod(name, true, Some(1), 5));
+        let going = |to| numbered_from(pods.to_vec(), to).into_iter().map(|pod| pod.name).collect::<Vec<_>>();
+        assert_eq!(going(9), ["kv-store-10", "kv-store-9"]);
+        assert_eq!(going(0).len(), 4);
+        assert!(going(11).is_empty());
+        assert_eq!((number("kv-store-10"), number("decode-6c9f-x2x"), number("pod")), (Some(10), None, None));
     }
 
     #[test]

@@ -14,9 +14,10 @@ use baton_cluster::Role;
 use baton_proto::v1;
 use baton_runtime::Tls;
 use clap::{Arg, ArgMatches};
-use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::apps::v1::{Deployment, StatefulSet};
 use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
 use k8s_openapi::api::core::v1::{Pod, Secret};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::ListParams;
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
@@ -58,10 +59,14 @@ pub struct Release {
     tls: Option<Tls>,
 }
 
-/// The pods of one role.
+/// The roles whose pods it has.
+pub const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::KvStore];
+
+/// What makes the pods of one role.
 pub struct Workload {
     pub role: Role,
-    pub deployment: Deployment,
+    metadata: ObjectMeta,
+    replicas: Option<i32>,
 }
 
 impl Release {
@@ -85,8 +90,8 @@ impl Release {
 
     /// The operator's certificate that the release has in a Secret; None where its processes have no TLS.
     async fn own_certificate(&self) -> anyhow::Result<Option<Tls>> {
-        let deployment = self.workload(Role::Decode).await?.deployment;
-        let Some(secret) = deployment.metadata.annotations.as_ref().and_then(|all| all.get(OPERATOR_SECRET)) else {
+        let workload = self.workload(Role::Decode).await?;
+        let Some(secret) = workload.metadata.annotations.as_ref().and_then(|all| all.get(OPERATOR_SECRET)) else {
             return Ok(None);
         };
         let hint =
@@ -121,9 +126,21 @@ impl Release {
 
     /// The workload of a role.
     pub async fn workload(&self, role: Role) -> anyhow::Result<Workload> {
-        let mut found = self.list::<Deployment>("Deployments", &self.labels(role.as_str())).await?;
+        let labels = self.labels(role.as_str());
+        let mut found: Vec<Workload> = if has_identities(role) {
+            let sets = self.list::<StatefulSet>("StatefulSets", &labels).await?.into_iter();
+            sets.map(|set| Workload::new(role, set.metadata, set.spec.and_then(|spec| spec.replicas))).collect()
+        } else {
+            let deployments = self.list::<Deployment>("Deployments", &labels).await?.into_iter();
+            deployments.map(|its| Workload::new(role, its.metadata, its.spec.and_then(|spec| spec.replicas))).collect()
+        };
         match (found.pop(), found.len()) {
-            (Some(deployment), 0) => Ok(Workload { role, deployment }),
+            (Some(workload), 0) => Ok(workload),
+            (None, _) if role == Role::KvStore => bail!(
+                "release {:?} in namespace {:?} has no KV stores; set kvStore.enabled in its values first",
+                self.name,
+                self.namespace
+            ),
             (None, _) => bail!(
                 "there is no {} workload of release {:?} in namespace {:?}; `helm list -A` shows the releases",
                 role.as_str(),
@@ -146,7 +163,7 @@ impl Release {
         let all = self.list::<HorizontalPodAutoscaler>("HorizontalPodAutoscalers", &ListParams::default()).await?;
         let its = all.into_iter().find(|hpa| {
             let target = hpa.spec.as_ref().map(|spec| &spec.scale_target_ref);
-            target.is_some_and(|target| target.kind == "Deployment" && target.name == workload.name())
+            target.is_some_and(|target| target.kind == workload.kind() && target.name == workload.name())
         });
         Ok(its.map(|hpa| {
             let (least, most) =
@@ -166,22 +183,35 @@ impl Release {
         if let Some(reason) = trouble(pod) {
             bail!("{reason}");
         }
-        let role = pod.metadata.labels.as_ref().and_then(|labels| labels.get("app.kubernetes.io/component"));
-        let role = if role.is_some_and(|role| role == Role::Prefill.as_str()) { Role::Prefill } else { Role::Decode };
+        let named = pod.metadata.labels.as_ref().and_then(|labels| labels.get("app.kubernetes.io/component"));
+        let role = ROLES.into_iter().find(|role| named.is_some_and(|named| named == role.as_str()));
+        let role = role.with_context(|| format!("pod {} is of no role that this version knows", name(pod)))?;
         let tunnel = forward::open(self.api::<Pod>(), name(pod), port(pod)?).await?;
         crate::status::ask_at(&tunnel.url(self.tls.is_some()), role, self.tls.as_ref()).await
     }
 }
 
+/// Whether pods of the role are numbered, in a StatefulSet: a KV store's disk outlives its pod. Others are in Deployments.
+pub fn has_identities(role: Role) -> bool {
+    role == Role::KvStore
+}
+
 impl Workload {
+    fn new(role: Role, metadata: ObjectMeta, replicas: Option<i32>) -> Workload {
+        Workload { role, metadata, replicas }
+    }
+
+    pub fn kind(&self) -> &'static str {
+        if has_identities(self.role) { "StatefulSet" } else { "Deployment" }
+    }
+
     pub fn name(&self) -> &str {
-        self.deployment.metadata.name.as_deref().unwrap_or_default()
+        self.metadata.name.as_deref().unwrap_or_default()
     }
 
     /// How many pods there should be.
     pub fn replicas(&self) -> u32 {
-        let replicas = self.deployment.spec.as_ref().and_then(|spec| spec.replicas);
-        u32::try_from(replicas.unwrap_or(1)).unwrap_or(0)
+        u32::try_from(self.replicas.unwrap_or(1)).unwrap_or(0)
     }
 }
 

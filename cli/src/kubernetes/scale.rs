@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use baton_cluster::Role;
-use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::apps::v1::{Deployment, StatefulSet};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{EvictParams, Patch, PatchParams};
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::leaving::{COST_OF_LEAVING, Candidate, leaving};
-use super::{Release, Workload, answered, is_leaving, is_ready, name};
+use super::leaving::{COST_OF_LEAVING, Candidate, leaving, number, numbered_from};
+use super::{ROLES, Release, Workload, answered, has_identities, is_leaving, is_ready, name};
 use crate::scale::{Drain, Options, Wanted};
 
 /// The annotation by which Kubernetes decides which of several pods goes.
@@ -72,16 +72,16 @@ pub async fn drain(release: &Release, drain: &Drain, options: &Options) -> anyho
         evicted.with_context(|| format!("evicting pod {}", name(&pod)))?;
     } else {
         refuse_autoscaler(release, &workload, options).await?;
+        refuse_other_than_last(&workload, &pod)?;
         let others = release.pods(role).await?;
-        if let Some(other) =
-            others.iter().find(|other| name(other) != name(&pod) && !is_leaving(other) && !is_ready(other))
-        {
+        let starting = |other: &&Pod| name(other) != name(&pod) && !is_leaving(other) && !is_ready(other);
+        if let Some(other) = others.iter().find(starting).filter(|_| !has_identities(role)) {
             bail!(
                 "pod {} is not ready, and Kubernetes would remove that one; try again once it is, or use --replace",
                 name(other)
             );
         }
-        mark(release, &others, &[name(&pod)]).await?;
+        mark(release, &workload, &others, &[name(&pod)]).await?;
         set_replicas(release, &workload, to).await?;
     }
     match options.wait {
@@ -98,7 +98,11 @@ async fn plan(release: &Release, role: Role, to: u32, options: &Options) -> anyh
     refuse_autoscaler(release, &workload, options).await?;
     let pods: Vec<Pod> = release.pods(role).await?.into_iter().filter(|pod| !is_leaving(pod)).collect();
     let fewer = pods.len().saturating_sub(to as usize);
-    let leaving = if fewer == 0 { Vec::new() } else { leaving(candidates(release, &pods).await, fewer) };
+    let leaving = match fewer {
+        0 => Vec::new(),
+        _ if has_identities(role) => numbered_from(candidates(release, &pods).await, to),
+        _ => leaving(candidates(release, &pods).await, fewer),
+    };
     Ok(Change { workload, to, pods, leaving })
 }
 
@@ -131,6 +135,19 @@ async fn refuse_gap(release: &Release, role: Role, pod: &Pod, options: &Options)
     Ok(())
 }
 
+/// Of numbered pods Kubernetes removes the last.
+fn refuse_other_than_last(workload: &Workload, pod: &Pod) -> anyhow::Result<()> {
+    let last = workload.replicas().saturating_sub(1);
+    if has_identities(workload.role) && number(name(pod)) != Some(last) {
+        bail!(
+            "KV stores go by their numbers, and {}-{last} would go first; drain that one, or use --replace, by which {} starts anew",
+            workload.name(),
+            name(pod)
+        );
+    }
+    Ok(())
+}
+
 /// An autoscaler would undo a change within a minute.
 async fn refuse_autoscaler(release: &Release, workload: &Workload, options: &Options) -> anyhow::Result<()> {
     let Some(autoscaler) = release.autoscaler(workload).await? else { return Ok(()) };
@@ -150,13 +167,16 @@ impl Change {
 
     async fn apply(&self, release: &Release) -> anyhow::Result<()> {
         let names: Vec<&str> = self.leaving.iter().map(|pod| pod.name.as_str()).collect();
-        mark(release, &self.pods, &names).await?;
+        mark(release, &self.workload, &self.pods, &names).await?;
         set_replicas(release, &self.workload, self.to).await
     }
 }
 
-/// Tells Kubernetes which pods go first. A mark that an earlier command left on another pod is taken away.
-async fn mark(release: &Release, pods: &[Pod], going: &[&str]) -> anyhow::Result<()> {
+/// Tells Kubernetes which pods go first, where it lets itself be told. A mark that an earlier command left on another pod is taken away.
+async fn mark(release: &Release, workload: &Workload, pods: &[Pod], going: &[&str]) -> anyhow::Result<()> {
+    if has_identities(workload.role) {
+        return Ok(());
+    }
     for pod in pods {
         let marked =
             pod.metadata.annotations.as_ref().is_some_and(|all| all.get(COST) == Some(&COST_OF_LEAVING.to_string()));
@@ -174,9 +194,13 @@ async fn mark(release: &Release, pods: &[Pod], going: &[&str]) -> anyhow::Result
 
 async fn set_replicas(release: &Release, workload: &Workload, to: u32) -> anyhow::Result<()> {
     let patch = Patch::Merge(json!({"spec": {"replicas": to}}));
-    let patched =
-        answered(release.api::<Deployment>().patch_scale(workload.name(), &PatchParams::default(), &patch)).await;
-    patched.map(drop).with_context(|| format!("scaling {}", workload.name()))
+    let (name, params) = (workload.name(), PatchParams::default());
+    let patched = if has_identities(workload.role) {
+        answered(release.api::<StatefulSet>().patch_scale(name, &params, &patch)).await
+    } else {
+        answered(release.api::<Deployment>().patch_scale(name, &params, &patch)).await
+    };
+    patched.map(drop).with_context(|| format!("scaling {name}"))
 }
 
 /// Waits until each workload has so many ready pods and no others. Prints every change.
@@ -225,7 +249,7 @@ async fn gone(release: &Release, pod: &Pod, options: &Options) -> anyhow::Result
 
 /// The pod of this name, or whose worker has this id.
 async fn find(release: &Release, worker: &str) -> anyhow::Result<(Role, Pod)> {
-    for role in [Role::Prefill, Role::Decode] {
+    for role in ROLES {
         for pod in release.pods(role).await? {
             let is_it = name(&pod) == worker
                 || release

@@ -5,13 +5,13 @@ use baton_types::WorkerId;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::Pod;
 
-use super::{Release, is_leaving, is_ready, name};
+use super::{ROLES, Release, is_leaving, is_ready, name};
 use crate::status::Answered;
 
 /// The workers of a release, each by the name of its pod, and what they say.
 pub async fn status(release: &Release) -> anyhow::Result<Vec<Answered>> {
     let mut workers = Vec::new();
-    for role in [Role::Prefill, Role::Decode] {
+    for role in ROLES {
         let pods = release.pods(role).await?;
         workers.extend(join_all(pods.iter().map(|pod| worker(release, role, pod))).await);
     }

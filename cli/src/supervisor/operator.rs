@@ -32,7 +32,7 @@ impl Supervisor {
     pub(super) fn take(&mut self, request: Request) {
         let at_once = match &request.what {
             What::Scale { wanted, at_once } => {
-                if let Err(refused) = self.check_room(wanted) {
+                if let Err(refused) = self.check_stores(wanted).and_then(|()| self.check_room(wanted)) {
                     let _ = request.done.send(Err(refused));
                     return;
                 }
@@ -55,6 +55,17 @@ impl Supervisor {
         } else {
             self.pending.push(request);
         }
+    }
+
+    /// Refuses KV stores where there is nothing to start them by.
+    fn check_stores(&self, wanted: &BTreeMap<Kind, usize>) -> Result<(), Status> {
+        if wanted.get(&Kind::KvStore).is_some_and(|count| *count > 0) && !self.args.contains_key(&Kind::KvStore) {
+            return Err(Status::failed_precondition(
+                "`baton up` starts KV stores only where all workers compute on the CPU; start `baton kv-store` beside, with --computed-by as \
+                 the workers' log names their backend",
+            ));
+        }
+        Ok(())
     }
 
     /// Refuses numbers of workers for which the GPUs have no room.
@@ -135,7 +146,8 @@ impl Supervisor {
     /// How many workers there will be.
     fn goal(&self) -> v1::ScaleResponse {
         let count = |kind| self.wanted.get(&kind).copied().unwrap_or_default() as u32;
-        v1::ScaleResponse { prefill: count(Kind::Prefill), decode: count(Kind::Decode) }
+        let (prefill, decode) = (count(Kind::Prefill), count(Kind::Decode));
+        v1::ScaleResponse { prefill, decode, kv_store: Some(count(Kind::KvStore)) }
     }
 
     /// Answers the requests that are met: the wanted number runs and no process of the kind, or not the one named, is still draining.
@@ -176,8 +188,8 @@ impl Service {
 #[tonic::async_trait]
 impl supervisor_server::Supervisor for Service {
     async fn scale(&self, request: tonic::Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
-        let v1::ScaleRequest { prefill, decode, at_once } = request.into_inner();
-        for (field, count) in [("prefill", prefill), ("decode", decode)] {
+        let v1::ScaleRequest { prefill, decode, kv_store, at_once } = request.into_inner();
+        for (field, count) in [("prefill", prefill), ("decode", decode), ("kv_store", kv_store)] {
             if count.is_some_and(|n| n > MAX_WORKERS) {
                 return Err(Status::invalid_argument(format!(
                     "{field} is above {MAX_WORKERS}, the most for one machine"
@@ -187,7 +199,7 @@ impl supervisor_server::Supervisor for Service {
         if decode == Some(0) {
             return Err(Status::invalid_argument("decode is 0; a cluster needs at least one decode worker"));
         }
-        let wanted = [(Kind::Prefill, prefill), (Kind::Decode, decode)];
+        let wanted = [(Kind::Prefill, prefill), (Kind::Decode, decode), (Kind::KvStore, kv_store)];
         let wanted = wanted.into_iter().filter_map(|(kind, n)| n.map(|n| (kind, n as usize))).collect();
         self.ask(What::Scale { wanted, at_once }).await
     }
@@ -247,6 +259,20 @@ mod tests {
         let refused = ask(&mut supervisor, drain).try_recv().unwrap().unwrap_err();
         assert_eq!(refused.code(), tonic::Code::NotFound);
         assert_eq!(supervisor.goal().decode, 1);
+    }
+
+    #[test]
+    fn stores_are_scaled_where_there_is_a_way_to_start_them() {
+        let mut supervisor = supervisor();
+        let refused = ask(&mut supervisor, scale(Kind::KvStore, 1, true)).try_recv().unwrap().unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
+        assert!(refused.message().contains("--computed-by"), "{refused}");
+        assert_eq!(supervisor.goal().kv_store, Some(0));
+        // None is what there is.
+        assert!(ask(&mut supervisor, scale(Kind::KvStore, 0, true)).try_recv().unwrap().is_ok());
+        supervisor.define(Kind::KvStore, Vec::new());
+        let said = ask(&mut supervisor, scale(Kind::KvStore, 2, true)).try_recv().unwrap().unwrap();
+        assert_eq!((said.prefill, said.decode, said.kv_store), (1, 1, Some(2)));
     }
 
     /// A process of `supervisor`; its pid.

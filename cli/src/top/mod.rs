@@ -189,7 +189,7 @@ async fn make(matches: ArgMatches, change: Change, answers: mpsc::Sender<Answer>
         }
         Change::Scale { role, to, .. } => {
             let of = |own| (role == own).then_some(to);
-            let wanted = Wanted { prefill: of(Role::Prefill), decode: of(Role::Decode) };
+            let wanted = Wanted { prefill: of(Role::Prefill), decode: of(Role::Decode), kv_store: of(Role::KvStore) };
             scale_to(&matches, &wanted, &options).await
         }
     };

@@ -352,7 +352,6 @@ impl State {
         };
         let from = self.aims.get(role.as_str()).copied().unwrap_or_else(|| self.present(role));
         match (role, from.checked_add_signed(by)) {
-            (Role::KvStore, _) => Err("The number of KV stores is set where the cluster is started.".to_owned()),
             (_, None) => Err(format!("There is no {} worker to take away.", role.as_str())),
             (Role::Decode, Some(0)) => Err("A cluster needs at least one decode worker.".to_owned()),
             (_, Some(to)) => Ok(Change::Scale { role, from, to }),

@@ -67,16 +67,17 @@ def loose_ends(manifest, others):
     """What a manifest points to that is not among the release's manifests."""
     kind, spec = manifest["kind"], manifest["spec"]
     services = [other for other in others if other["kind"] == "Service"]
+    pods = [other["spec"]["template"] for other in others if other["kind"] in ("Deployment", "StatefulSet")]
     if kind == "PodMonitor":
-        pods = [other["spec"]["template"] for other in others if other["kind"] in ("Deployment", "StatefulSet")]
         met = [pod for pod in pods if selected(spec["selector"], pod["metadata"]["labels"])]
         ports = [{port["name"] for port in pod["spec"]["containers"][0]["ports"]} for pod in met]
         wanted, endpoints = len(met), spec["podMetricsEndpoints"]
     elif kind == "ServiceMonitor":
         met = [service for service in services if selected(spec["selector"], service["metadata"]["labels"])]
         ports = [{port["name"] for port in service["spec"]["ports"]} for service in met]
-        # Beside them there are the Services that clients and workers use.
-        wanted, endpoints = 3, spec["endpoints"]
+        # One for the pods of each component. Beside them there are the Services that clients and workers use.
+        wanted = sum(selected(spec["selector"], pod["metadata"]["labels"]) for pod in pods)
+        endpoints = spec["endpoints"]
     elif kind == "HTTPRoute":
         backends = [(backend["name"], backend["port"]) for rule in spec["rules"] for backend in rule["backendRefs"]]
         there = {(service["metadata"]["name"], port["port"]) for service in services for port in service["spec"]["ports"]}

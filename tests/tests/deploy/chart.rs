@@ -10,8 +10,10 @@ use baton_tests::binary;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The components whose pods run the binary.
+/// The components of every release whose pods run the binary.
 pub const ROLES: [&str; 3] = ["router", "prefill", "decode"];
+/// The one that a release may have besides.
+pub const KV_STORE: &str = "kv-store";
 
 /// The repository.
 pub fn root() -> &'static Path {
@@ -95,6 +97,16 @@ impl Release {
         Ok(first)
     }
 
+    /// The components that this release has, of those whose pods run the binary.
+    pub fn roles(&self) -> impl Iterator<Item = &'static str> {
+        ROLES.into_iter().chain(self.one("StatefulSet", KV_STORE).is_ok().then_some(KV_STORE))
+    }
+
+    /// What makes the pods of a component.
+    pub fn workload(&self, role: &str) -> anyhow::Result<&Value> {
+        self.one(if role == KV_STORE { "StatefulSet" } else { "Deployment" }, role)
+    }
+
     /// Everything that makes pods.
     pub fn workloads(&self) -> impl Iterator<Item = &Value> {
         self.manifests.iter().filter(|m| m["spec"]["template"]["spec"]["containers"].is_array())
@@ -105,9 +117,9 @@ impl Release {
         self.workloads().filter(|workload| workload["kind"] != "Job")
     }
 
-    /// The pod that a component's Deployment makes, and its container.
+    /// The pod of a component, and its container.
     pub fn pod(&self, role: &str) -> anyhow::Result<(&Value, &Value)> {
-        let pod = &self.one("Deployment", role)?["spec"]["template"]["spec"];
+        let pod = &self.workload(role)?["spec"]["template"]["spec"];
         let containers = list(&pod["containers"]);
         ensure!(containers.len() == 1, "{}: {role} has {} containers", self.name, containers.len());
         Ok((pod, &containers[0]))
@@ -166,6 +178,7 @@ fn environment(container: &Value) -> anyhow::Result<Vec<(String, String)>> {
         let mut value = match (variable["value"].as_str(), from["fieldRef"]["fieldPath"].as_str()) {
             (Some(value), _) => value.to_owned(),
             (None, Some("status.podIP")) => "10.1.2.3".to_owned(),
+            (None, Some("metadata.name")) => "pod-0".to_owned(),
             (None, None) if from["resourceFieldRef"]["resource"] == "requests.cpu" => "2".to_owned(),
             _ => anyhow::bail!("{variable} is given by nothing this test knows"),
         };

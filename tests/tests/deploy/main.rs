@@ -3,6 +3,7 @@
 
 mod chart;
 mod gateway;
+mod stores;
 mod ways;
 
 use std::collections::BTreeSet;
@@ -16,12 +17,12 @@ use baton_runtime::config::parse_duration;
 use baton_tests::binary;
 use serde_json::Value;
 
-use chart::{ROLES, Release, Settings, chart, list, port, root, selects};
+use chart::{KV_STORE, ROLES, Release, Settings, chart, list, port, root, selects};
 
 #[test]
 fn the_binary_takes_every_rendered_file() -> anyhow::Result<()> {
     for release in Release::all()? {
-        for role in ROLES {
+        for role in release.roles() {
             let settings = release.settings(role)?;
             let text = release.one("ConfigMap", role)?["data"]["baton.toml"].as_str().context("baton.toml")?;
             for (index, line) in text.lines().enumerate() {
@@ -30,7 +31,8 @@ fn the_binary_takes_every_rendered_file() -> anyhow::Result<()> {
                 ensure!(*origin == wanted, "{} {role}: {key} is from {origin}, not from the file", release.name);
             }
             for key in settings.origins.iter().filter(|(_, from)| from.starts_with("BATON_")).map(|(key, _)| key) {
-                ensure!(["advertise", "threads"].contains(&key.as_str()), "{} {role}: {key} in env", release.name);
+                let of_the_pod = ["advertise", "threads", "kv_disk"].contains(&key.as_str());
+                ensure!(of_the_pod, "{} {role}: {key} in env", release.name);
             }
             ensure!(settings.values.contains_key("advertise") == (role != "router"), "{role}: advertise");
         }
@@ -93,16 +95,24 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
         );
     }
     let one = keys(&schema["definitions"]["workerConfig"]);
+    let store = keys(&schema["definitions"]["kvStoreConfig"]);
     let shared: BTreeSet<String> = both.difference(&one).cloned().collect();
     let agreed = ["attention_sinks", "attention_window", "block_size", "kv_type", "quantization"];
     assert_eq!(shared, BTreeSet::from(agreed.map(str::to_owned)));
+    // A store has these from the workers' settings, and its disk from kvStore.disk.
+    let made = ["kv_disk", "kv_disk_size"].into_iter().chain(agreed).chain(own);
+    let mut known: BTreeSet<String> = Settings::load(KV_STORE, "", &[])?.known.into_iter().collect();
+    for setting in made {
+        known.remove(setting);
+    }
+    assert_eq!(known, store, "settings of baton kv-store, and those of the chart's schema");
     Ok(())
 }
 
 #[test]
 fn ports_are_where_the_settings_listen() -> anyhow::Result<()> {
     for release in Release::all()? {
-        for role in ROLES {
+        for role in release.roles() {
             let (settings, container) = (release.settings(role)?, release.pod(role)?.1);
             let mut names = BTreeSet::from(["admin", "grpc"]);
             names.extend((role == "router").then_some("http"));
@@ -123,7 +133,7 @@ fn ports_are_where_the_settings_listen() -> anyhow::Result<()> {
 #[test]
 fn pods_run_their_role_with_their_file() -> anyhow::Result<()> {
     for release in Release::all()? {
-        for role in ROLES {
+        for role in release.roles() {
             let (pod, container) = release.pod(role)?;
             assert_eq!(container["args"], serde_json::json!([role, "--config", "/etc/baton/baton.toml"]));
             let map = &release.one("ConfigMap", role)?["metadata"]["name"];
@@ -152,7 +162,7 @@ fn probes_ask_what_is_answered() -> anyhow::Result<()> {
                 let (name, path) = (get["port"].as_str().unwrap_or(""), get["path"].as_str().unwrap_or(""));
                 ensure!(port(container, name).is_some(), "{} {role}: {kind} asks port {name:?}", release.name);
                 // A router without workers is not ready, and starting it again would not help.
-                let loads = kind == "startupProbe" && (role == "prefill" || role == "decode");
+                let loads = kind == "startupProbe" && (role == "prefill" || role == "decode" || role == KV_STORE);
                 let wanted = match (role == "etcd", loads || kind == "readinessProbe") {
                     (false, true) => "/ready",
                     _ => "/health",
@@ -168,7 +178,7 @@ fn probes_ask_what_is_answered() -> anyhow::Result<()> {
 #[test]
 fn a_drain_ends_before_the_pod_is_killed() -> anyhow::Result<()> {
     for release in Release::all()? {
-        for role in ROLES {
+        for role in release.roles() {
             let (pod, container) = release.pod(role)?;
             let drain = parse_duration(release.settings(role)?.text("drain_timeout")?).map_err(anyhow::Error::msg)?;
             let before = &container["lifecycle"]["preStop"]["exec"]["command"][1];
@@ -186,8 +196,8 @@ fn a_drain_ends_before_the_pod_is_killed() -> anyhow::Result<()> {
 fn a_worker_goes_when_all_routers_know_its_successor() -> anyhow::Result<()> {
     let late = baton_membership::OPEN + Duration::from_secs(2);
     for release in Release::all()? {
-        for role in ["prefill", "decode"] {
-            let wait = release.one("Deployment", role)?["spec"]["minReadySeconds"].as_u64();
+        for role in release.roles().filter(|role| *role != "router") {
+            let wait = release.workload(role)?["spec"]["minReadySeconds"].as_u64();
             let wait = Duration::from_secs(wait.with_context(|| format!("{} {role}: minReadySeconds", release.name))?);
             ensure!(wait > late, "{} {role}: {wait:?} is not more than {late:?}", release.name);
         }
@@ -242,7 +252,9 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
     for release in Release::all()? {
         let router = release.settings("router")?.text("registry")?.to_owned();
         let workers = release.settings("decode")?.text("registry")?.to_owned();
-        assert_eq!(release.settings("prefill")?.text("registry")?, workers, "{}", release.name);
+        for role in release.roles().filter(|role| *role != "router") {
+            assert_eq!(release.settings(role)?.text("registry")?, workers, "{} {role}", release.name);
+        }
         let deployment = &release.one("Deployment", "router")?["spec"];
         match workers.parse()? {
             Spec::Embedded { endpoint, .. } => {
@@ -256,7 +268,7 @@ fn everybody_finds_the_registry() -> anyhow::Result<()> {
                 assert_eq!(service["ports"][0]["targetPort"], "internal");
                 seen.insert("embedded");
             }
-            Spec::Etcd { endpoints, .. } if release.of_kind("StatefulSet").next().is_some() => {
+            Spec::Etcd { endpoints, .. } if release.one("StatefulSet", "etcd").is_ok() => {
                 assert_eq!(router, workers);
                 let (set, service) = (release.one("StatefulSet", "etcd")?, release.one("Service", "etcd")?);
                 assert_eq!(set["spec"]["serviceName"], service["metadata"]["name"]);
@@ -305,8 +317,8 @@ fn pods_can_do_little() -> anyhow::Result<()> {
             for reach in ["hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"] {
                 assert_eq!(pod[reach], Value::Null, "{}", release.name);
             }
-            // The folder where workers of a node meet, if there is one.
-            let of_the_host = |v: &Value| !v["hostPath"].is_null() && v["name"] != "sockets";
+            // The folder where workers of a node meet, if there is one, and a store's disk.
+            let of_the_host = |v: &Value| !v["hostPath"].is_null() && v["name"] != "sockets" && v["name"] != "kv";
             ensure!(!list(&pod["volumes"]).iter().any(of_the_host), "{}", release.name);
             for container in list(&pod["containers"]) {
                 let own = &container["securityContext"];
@@ -329,10 +341,11 @@ fn pods_can_do_little() -> anyhow::Result<()> {
 #[test]
 fn rdma_is_for_workers() -> anyhow::Result<()> {
     let values = "workers.config.transport=ucx,workers.rdma.resource=rdma/hca,workers.rdma.devices=2,workers.rdma.network=infra/roce";
-    let release = Release::render("rdma", &["--set", values, "--set", "workers.rdma.ipcLock=true"])?;
-    for role in ROLES {
+    let release =
+        Release::render("rdma", &["--set", values, "--set", "workers.rdma.ipcLock=true,kvStore.enabled=true"])?;
+    for role in release.roles() {
         let (_, container) = release.pod(role)?;
-        let template = &release.one("Deployment", role)?["spec"]["template"];
+        let template = &release.workload(role)?["spec"]["template"];
         let network = &template["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"];
         let devices = &container["resources"]["limits"]["rdma/hca"];
         let (added, started_by) = (&container["securityContext"]["capabilities"]["add"], &container["command"][0]);
@@ -359,9 +372,9 @@ fn rdma_is_for_workers() -> anyhow::Result<()> {
 /// Only when asked for, and for workers alone. Nodes then reach the registry, which policies would keep them from.
 #[test]
 fn workers_may_use_the_network_of_their_nodes() -> anyhow::Result<()> {
-    let values = "workers.hostNetwork=true,networkPolicy.nodes={10.0.0.0/16}";
+    let values = "workers.hostNetwork=true,networkPolicy.nodes={10.0.0.0/16},kvStore.enabled=true";
     let release = Release::render("host network", &["--set", values])?;
-    for role in ROLES {
+    for role in release.roles() {
         let (pod, _) = release.pod(role)?;
         let (network, dns) = (&pod["hostNetwork"], &pod["dnsPolicy"]);
         match role {
@@ -413,7 +426,9 @@ fn every_process_shows_the_certificate_of_its_role() -> anyhow::Result<()> {
             continue;
         }
         let mut needed = BTreeSet::new();
-        for role in ["router", "prefill", "decode", "etcd"] {
+        for role in ["router", "prefill", "decode", KV_STORE, "etcd"] {
+            // A store takes and gives the KV of decode workers.
+            let holder = if role == KV_STORE { "decode" } else { role };
             let of_role = |w: &&Value| w["metadata"]["labels"]["app.kubernetes.io/component"] == role;
             let Some(workload) = release.workloads().find(of_role) else { continue };
             let volumes = list(&workload["spec"]["template"]["spec"]["volumes"]).iter();
@@ -421,7 +436,7 @@ fn every_process_shows_the_certificate_of_its_role() -> anyhow::Result<()> {
                 volumes.filter(|volume| volume["name"] == "tls").find_map(|v| v["secret"]["secretName"].as_str());
             let secured = role == "etcd" || release.settings(role)?.text("tls_cert")? == "/etc/baton-tls/tls.crt";
             ensure!(
-                secured && secret.is_some_and(|name| name.ends_with(&format!("-{role}"))),
+                secured && secret.is_some_and(|name| name.ends_with(&format!("-{holder}"))),
                 "{}: {role}",
                 release.name
             );

@@ -16,7 +16,7 @@
   {{- fail (printf "etcd.replicas is %d, and a member of several must find its data again; set etcd.persistence.enabled to true, or etcd.replicas to 1" (int .Values.etcd.replicas)) -}}
 {{- end -}}
 {{- if ne .Values.tls.mode "none" -}}
-  {{- range $where, $config := dict "router.config" .Values.router.config "workers.config" .Values.workers.config "prefill.config" .Values.prefill.config "decode.config" .Values.decode.config -}}
+  {{- range $where, $config := dict "router.config" .Values.router.config "workers.config" .Values.workers.config "prefill.config" .Values.prefill.config "decode.config" .Values.decode.config "kvStore.config" .Values.kvStore.config -}}
     {{- range $setting := list "tls" "tls_cert" "tls_key" "tls_ca" "insecure_internal" -}}
       {{- if hasKey $config $setting -}}
         {{- fail (printf "%s.%s is set, but tls.mode is %s; set that to none to go on with files of yours, or to given to name Secrets" $where $setting $.Values.tls.mode) -}}
@@ -117,5 +117,8 @@
       {{- fail (printf "%s has backend cuda with tp %d, and each rank takes a GPU, but %s.resources.limits has nvidia.com/gpu: %v; make both the same" $role $ranks $role (get $limits "nvidia.com/gpu")) -}}
     {{- end -}}
   {{- end -}}
+{{- end -}}
+{{- if .Values.kvStore.enabled -}}
+  {{- include "baton.kvStoreChecks" . -}}
 {{- end -}}
 {{- end -}}

@@ -17,6 +17,18 @@ no choice. */}}
 {{/* Where routers find the keys file. */}}
 {{- define "baton.keysPath" -}}/etc/baton-keys/keys.toml{{- end -}}
 
+{{/* Roles of the pods between which KV travels, as a YAML list. */}}
+{{- define "baton.workers" -}}
+- prefill
+- decode
+{{- if .Values.kvStore.enabled }}
+- kv-store
+{{- end }}
+{{- end -}}
+
+{{/* Key of a role's values. Takes role. */}}
+{{- define "baton.key" -}}{{ eq .role "kv-store" | ternary "kvStore" .role }}{{- end -}}
+
 {{/* Name in the registry, 1 to 63 of a-z, 0-9 and -; a long one is told apart from others by a digest. */}}
 {{- define "baton.cluster" -}}
 {{- $name := .Values.registry.cluster | default (printf "%s-%s" .Release.Namespace (include "baton.fullname" .)) -}}
@@ -60,7 +72,7 @@ no choice. */}}
 {{/* A component's settings as a YAML mapping of the binary's own keys. Takes root and role. */}}
 {{- define "baton.settings" -}}
 {{- $v := .root.Values -}}
-{{- $c := get $v .role -}}
+{{- $c := get $v (include "baton.key" .) -}}
 {{- $ports := include "baton.ports" .root | fromYaml -}}
 {{- $any := ternary "[::]" "0.0.0.0" (eq $v.ipFamily "IPv6") -}}
 {{- $settings := dict
@@ -79,7 +91,7 @@ no choice. */}}
 {{- if $v.hub.token.secretName -}}
   {{- $_ := set $settings "hub_token_file" (include "baton.hubTokenPath" .root) -}}
 {{- end -}}
-{{- if and (ne .role "router") (include "baton.sharesModels" .root) -}}
+{{- if and (has .role (list "prefill" "decode")) (include "baton.sharesModels" .root) -}}
   {{- $_ := set $settings "share_models" true -}}
 {{- end -}}
 {{- if eq .role "router" -}}
@@ -98,7 +110,11 @@ no choice. */}}
     {{- $_ := set $settings "keys_file" (include "baton.keysPath" .root) -}}
   {{- end -}}
 {{- else -}}
-  {{- $settings = merge $settings $v.workers.config -}}
+  {{- $shared := $v.workers.config -}}
+  {{- if eq .role "kv-store" -}}
+    {{- $shared = include "baton.kvStoreShared" .root | fromYaml -}}
+  {{- end -}}
+  {{- $settings = merge $settings $shared -}}
   {{- if and (ne $v.registry.type "embedded") (not (hasKey $settings "registry_ttl")) -}}
     {{- /* Routers notice a worker that died by its connections, so etcd need not be told every second that it lives. */ -}}
     {{- $_ := set $settings "registry_ttl" "30s" -}}
@@ -131,7 +147,7 @@ no choice. */}}
 own setting TCP_PORT_RANGE says which. Takes root and role. */}}
 {{- define "baton.ucxPorts" -}}
 {{- $used := false -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- range $role := include "baton.workers" .root | fromYamlArray -}}
   {{- $settings := include "baton.settings" (dict "root" $.root "role" $role) | fromYaml -}}
   {{- $transport := $settings.transport | default "auto" -}}
   {{- $set := or $settings.ucx_library $settings.ucx_options -}}

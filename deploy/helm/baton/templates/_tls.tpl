@@ -8,6 +8,9 @@
 {{- .Values.tls.secretPrefix | default (printf "%s-tls" (include "baton.fullname" .)) -}}
 {{- end -}}
 
+{{/* Whose certificate a role shows: a KV store that of decode workers, as it takes and gives the same KV. Takes role. */}}
+{{- define "baton.tlsHolder" -}}{{ eq .role "kv-store" | ternary "decode" .role }}{{- end -}}
+
 {{/* none, permissive or strict. A release without TLS goes over to it in two upgrades: in the first, processes take both, and the second
 ends that once all pods are those of the first. */}}
 {{- define "baton.tls" -}}
@@ -23,8 +26,8 @@ ends that once all pods are those of the first. */}}
 {{/* The next step of a release on its way to TLS: strict, unless pods that are there now do not take TLS. */}}
 {{- define "baton.tlsInTurn" -}}
 {{- $strict := true -}}
-{{- range $role := list "router" "prefill" "decode" -}}
-  {{- $live := lookup "apps/v1" "Deployment" $.Release.Namespace (printf "%s-%s" (include "baton.fullname" $) $role) | default dict -}}
+{{- range $role := prepend (include "baton.workers" . | fromYamlArray) "router" -}}
+  {{- $live := include "baton.live" (dict "root" $ "role" $role) | fromYaml -}}
   {{- if not (empty $live) -}}
     {{- $before := include "baton.tlsBefore" (dict "live" $live) -}}
     {{- $status := $live.status | default dict -}}
@@ -38,7 +41,7 @@ ends that once all pods are those of the first. */}}
 {{- ternary "strict" "permissive" $strict -}}
 {{- end -}}
 
-{{/* What a Deployment that is there had of TLS. Takes live. */}}
+{{/* What a workload that is there had of TLS. Takes live. */}}
 {{- define "baton.tlsBefore" -}}
 {{- dig "metadata" "annotations" "baton/tls" "none" .live -}}
 {{- end -}}

@@ -3,24 +3,18 @@
 Decode is a Deployment as well, not a StatefulSet: a worker has no identity that outlives its process. It registers under an id that is
 random each time it starts, at its pod's address; its KV pool is memory and gone with it; requests it was answering are placed again
 elsewhere. Stable names, ordered starts and a volume for each ordinal would buy nothing and make rollouts slower. Nor do workers need a
-Service: the router finds them, and they find each other, through the registry. */}}
+Service: the router finds them, and they find each other, through the registry. A KV store has a disk that outlives its process, and so is a
+StatefulSet (kv-store.yaml) with the same pods. */}}
 
 {{/* Takes root and role. */}}
 {{- define "baton.deployment" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
   {{- include "baton.metadata" . | nindent 2 }}
   annotations:
-    {{- if not $c.autoscaling.enabled }}
-    {{ include "baton.replicasAnnotation" . }}: {{ int $c.replicas | quote }}
-    {{- end }}
-    # What the next upgrade, and `baton status`, want to know.
-    baton/tls: {{ include "baton.tls" .root }}
-    {{- if ne (include "baton.tls" .root) "none" }}
-    baton/operator-secret: {{ include "baton.tlsPrefix" .root }}-operator
-    {{- end }}
+    {{- include "baton.workloadAnnotations" . | nindent 4 }}
 spec:
   {{- if not $c.autoscaling.enabled }}
   replicas: {{ include "baton.replicas" . }}
@@ -54,14 +48,33 @@ spec:
       {{- include "baton.podSpec" . | nindent 6 }}
 {{- end -}}
 
+{{/* Of a Deployment or StatefulSet. Takes root and role. */}}
+{{- define "baton.workloadAnnotations" -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
+{{- if not ($c.autoscaling).enabled }}
+{{ include "baton.replicasAnnotation" . }}: {{ int $c.replicas | quote }}
+{{- end }}
+# What the next upgrade, and `baton status`, want to know.
+baton/tls: {{ include "baton.tls" .root }}
+{{- if ne (include "baton.tls" .root) "none" }}
+baton/operator-secret: {{ include "baton.tlsPrefix" .root }}-operator
+{{- end }}
+{{- end -}}
+
+{{/* The workload of a role as it is in the cluster; empty where there is none. Takes root and role. */}}
+{{- define "baton.live" -}}
+{{- $kind := eq .role "kv-store" | ternary "StatefulSet" "Deployment" -}}
+{{- lookup "apps/v1" $kind .root.Release.Namespace (printf "%s-%s" (include "baton.fullname" .root) .role) | default dict | toYaml -}}
+{{- end -}}
+
 {{/* What the values said of the replicas when they were last applied. */}}
 {{- define "baton.replicasAnnotation" -}}baton/replicas{{- end -}}
 
 {{/* How many pods: as the values say; but while they say what they said before, what `baton scale` has made of it stays. Otherwise every upgrade
 would undo it, or fail: Helm refuses to change what another program has set. Takes root and role. */}}
 {{- define "baton.replicas" -}}
-{{- $c := get .root.Values .role -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" (include "baton.fullname" .root) .role) | default dict -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
+{{- $live := include "baton.live" . | fromYaml -}}
 {{- $said := dig "metadata" "annotations" (include "baton.replicasAnnotation" .) "" $live -}}
 {{- if eq $said (toString (int $c.replicas)) -}}
 {{- int $live.spec.replicas -}}
@@ -70,15 +83,18 @@ would undo it, or fail: Helm refuses to change what another program has set. Tak
 {{- end -}}
 {{- end -}}
 
+{{/* Whether a prefill or decode worker computes on GPUs; empty: it does not. Takes root and role. */}}
+{{- define "baton.onGpus" -}}
+{{- $backend := toString (get (include "baton.settings" . | fromYaml) "backend") -}}
+{{- $gpus := hasKey ((get .root.Values .role).resources.limits | default dict) "nvidia.com/gpu" -}}
+{{- if or (eq $backend "cuda") (and $gpus (ne $backend "cpu")) -}}true{{- end -}}
+{{- end -}}
+
 {{/* Name of the image: with neither a digest nor a tag, the one that has kernels for GPUs where the role computes on them. Takes root and role. */}}
 {{- define "baton.roleImage" -}}
 {{- $version := .root.Chart.AppVersion -}}
-{{- if has .role (list "prefill" "decode") -}}
-  {{- $backend := toString (get (include "baton.settings" . | fromYaml) "backend") -}}
-  {{- $gpus := hasKey ((get .root.Values .role).resources.limits | default dict) "nvidia.com/gpu" -}}
-  {{- if or (eq $backend "cuda") (and $gpus (ne $backend "cpu")) -}}
-    {{- $version = printf "%s-cuda" $version -}}
-  {{- end -}}
+{{- if and (has .role (list "prefill" "decode")) (include "baton.onGpus" .) -}}
+  {{- $version = printf "%s-cuda" $version -}}
 {{- end -}}
 {{- include "baton.image" (dict "image" .root.Values.image "version" $version) -}}
 {{- end -}}
@@ -86,13 +102,13 @@ would undo it, or fail: Helm refuses to change what another program has set. Tak
 {{/* Labels of the pods: those that select them, and the user's, which cannot replace them. No versions, which would start all pods again with
 every new chart. Takes root and role. */}}
 {{- define "baton.podLabels" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 {{- toYaml (merge (include "baton.selector" . | fromYaml) $c.podLabels) -}}
 {{- end -}}
 
 {{/* Takes root and role. */}}
 {{- define "baton.podAnnotations" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 {{- $annotations := dict "kubectl.kubernetes.io/default-container" "baton" -}}
 {{- if .root.Values.monitoring.annotations -}}
 {{- $port := (include "baton.ports" .root | fromYaml).admin | toString -}}
@@ -109,7 +125,7 @@ every new chart. Takes root and role. */}}
 {{/* Takes root and role. */}}
 {{- define "baton.podSpec" -}}
 {{- $v := .root.Values -}}
-{{- $c := get $v .role -}}
+{{- $c := get $v (include "baton.key" .) -}}
 serviceAccountName: {{ include "baton.serviceAccountName" .root }}
 automountServiceAccountToken: false
 # A Service called baton-grpc would otherwise put BATON_GRPC_… among the settings.
@@ -128,18 +144,25 @@ securityContext:
 # Longer than the drain, so that it ends by itself.
 terminationGracePeriodSeconds: {{ add (int ($c.preStopSeconds | default 0)) (int $c.drainSeconds) 15 }}
 {{- include "baton.scheduling" . }}
-{{- $prepare := and $v.workers.sockets.hostPath $v.workers.sockets.prepare }}
-{{- $fetch := include "baton.modelIsFetched" .root }}
-{{- if and (ne .role "router") (or $prepare $fetch) }}
+{{- $disk := and (eq .role "kv-store") $v.kvStore.disk.size }}
+{{- $prepare := dict }}
+{{- if and (ne .role "router") $v.workers.sockets.hostPath $v.workers.sockets.prepare }}
+{{- $_ := set $prepare "sockets" (include "baton.socketsPath" .root) }}
+{{- end }}
+{{- if and $disk (eq $v.kvStore.disk.type "hostPath") $v.kvStore.disk.hostPath.prepare }}
+{{- $_ := set $prepare "kv" (include "baton.kvDiskPath" .root) }}
+{{- end }}
+{{- $fetch := and (ne .role "router") (include "baton.modelIsFetched" .root) }}
+{{- if or $prepare $fetch }}
 initContainers:
   {{- if $fetch }}
   {{- include "baton.fetchContainer" . | nindent 2 }}
   {{- end }}
-  {{- if $prepare }}
-  - name: sockets
-    image: {{ include "baton.roleImage" . | quote }}
+  {{- range $name, $path := $prepare }}
+  - name: {{ $name }}
+    image: {{ include "baton.roleImage" $ | quote }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
-    command: [install, -d, -o, {{ $v.podSecurityContext.runAsUser | quote }}, -g, {{ $v.podSecurityContext.runAsGroup | quote }}, -m, "0700", {{ include "baton.socketsPath" .root }}]
+    command: [install, -d, -o, {{ $v.podSecurityContext.runAsUser | quote }}, -g, {{ $v.podSecurityContext.runAsGroup | quote }}, -m, "0700", {{ $path }}]
     securityContext:
       runAsUser: 0
       runAsNonRoot: false
@@ -147,7 +170,7 @@ initContainers:
       readOnlyRootFilesystem: true
       capabilities: {drop: [ALL], add: [CHOWN, FOWNER]}
     volumeMounts:
-      - {name: sockets, mountPath: {{ include "baton.socketsPath" .root }}}
+      - {name: {{ $name }}, mountPath: {{ $path }}}
   {{- end }}
 {{- end }}
 containers:
@@ -198,6 +221,9 @@ containers:
       {{- if and (ne .role "router") $v.workers.shm.sizeLimit }}
       - {name: shm, mountPath: /dev/shm}
       {{- end }}
+      {{- if $disk }}
+      - {name: kv, mountPath: {{ include "baton.kvDiskPath" .root }}}
+      {{- end }}
       {{- with $c.extraVolumeMounts }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -212,7 +238,7 @@ volumes:
   {{- end }}
   {{- if ne (include "baton.tls" .root) "none" }}
   - name: tls
-    secret: {secretName: {{ include "baton.tlsPrefix" .root }}-{{ .role }}}
+    secret: {secretName: {{ include "baton.tlsPrefix" .root }}-{{ include "baton.tlsHolder" . }}}
   {{- end }}
   {{- if and (eq .role "router") $v.keys.secretName }}
   - name: keys
@@ -227,6 +253,10 @@ volumes:
   {{- if and (ne .role "router") $v.workers.shm.sizeLimit }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ $v.workers.shm.sizeLimit | quote }}}
+  {{- end }}
+  {{- if and $disk (ne $v.kvStore.disk.type "claim") }}
+  - name: kv
+    {{- include "baton.kvDiskVolume" .root | nindent 4 }}
   {{- end }}
   - name: config
     configMap:
@@ -252,19 +282,28 @@ volumes:
 {{- toYaml $context -}}
 {{- end -}}
 
-{{/* What a container of the role gets. A worker asks for its RDMA devices, and for the disk that its own copy of the model may take. Takes
-root and role. */}}
+{{/* What a container of the role gets. A worker asks for its RDMA devices, and for the disk that its own copy of the model, or a store's KV, may
+take. Takes root and role. */}}
 {{- define "baton.resources" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 {{- $cache := .root.Values.modelCache -}}
 {{- $resources := deepCopy ($c.resources | default dict) -}}
+{{- $disk := 0 -}}
+{{- if eq .role "kv-store" -}}
+  {{- $resources = include "baton.kvStoreResources" .root | fromYaml -}}
+  {{- if eq $c.disk.type "emptyDir" -}}
+    {{- $disk = int64 (include "baton.kvDiskBytes" .root | default 0) -}}
+  {{- end -}}
+{{- end -}}
 {{- $rdma := .root.Values.workers.rdma -}}
 {{- if and (ne .role "router") $rdma.resource -}}
   {{- $resources = merge $resources (dict "limits" (dict $rdma.resource (int $rdma.devices))) -}}
 {{- end -}}
 {{- if and (ne .role "router") (eq $cache.type "emptyDir") $cache.emptyDir.sizeLimit (include "baton.modelIsFetched" .root) -}}
-  {{- $disk := dict "requests" (dict "ephemeral-storage" $cache.emptyDir.sizeLimit) -}}
-  {{- $resources = merge $resources $disk -}}
+  {{- $disk = add $disk (include "baton.bytes" $cache.emptyDir.sizeLimit) -}}
+{{- end -}}
+{{- if $disk -}}
+  {{- $resources = merge $resources (dict "requests" (dict "ephemeral-storage" (printf "%dMi" (div $disk 1048576)))) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
@@ -291,7 +330,7 @@ root and role. */}}
     {{- if $v.hub.token.secretName }}
     - --hub-token-file={{ include "baton.hubTokenPath" .root }}
     {{- end }}
-  {{- with get $v .role | default dict }}
+  {{- with get $v (include "baton.key" .) | default dict }}
   {{- with .extraEnv }}
   env:
     {{- toYaml . | nindent 4 }}
@@ -331,7 +370,7 @@ root and role. */}}
 {{/* What only the pod knows, then the user's. Takes root and role. */}}
 {{- define "baton.env" -}}
 {{- $v := .root.Values -}}
-{{- $c := get $v .role -}}
+{{- $c := get $v (include "baton.key" .) -}}
 {{- if ne .role "router" }}
 {{- if eq $v.ipFamily "IPv6" }}
 - name: POD_IP
@@ -344,10 +383,17 @@ root and role. */}}
 {{- end }}
 {{- $settings := include "baton.settings" . | fromYaml }}
 {{- $resources := merge (dict) ($c.resources.requests | default dict) ($c.resources.limits | default dict) }}
-{{- if and (hasKey $resources "cpu") (not (hasKey $settings "threads")) }}
+{{- if and (ne .role "kv-store") (hasKey $resources "cpu") (not (hasKey $settings "threads")) }}
 # As many as CPUs requested, rounded up, not as many as the node has.
 - name: BATON_THREADS
   valueFrom: {resourceFieldRef: {containerName: baton, resource: requests.cpu, divisor: "1"}}
+{{- end }}
+{{- if and (eq .role "kv-store") $v.kvStore.disk.size }}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+# A folder of its own, also where several stores share a volume.
+- name: BATON_KV_DISK
+  value: {{ include "baton.kvDiskPath" .root }}/$(POD_NAME)
 {{- end }}
 {{- end }}
 {{- $named := list -}}
@@ -386,7 +432,7 @@ root and role. */}}
 {{/* The admin endpoint answers before the model is there. A worker has started once it has loaded and joined the cluster; a router is
 ready once there were workers, so for a router starting means no more than being alive. Takes root and role. */}}
 {{- define "baton.probes" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 startupProbe:
   {{- if eq .role "router" }}
   httpGet: {path: /health, port: admin}
@@ -424,7 +470,7 @@ persistentVolumeClaim: {claimName: {{ $cache.existing.claimName }}}
 
 {{/* Where pods run. Takes root and role. */}}
 {{- define "baton.scheduling" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 {{- with $c.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
@@ -455,7 +501,7 @@ topologySpreadConstraints:
 {{/* The user's affinity, whose terms without a labelSelector mean the pods of the role, and that of prefill to decode unless the user has a
 pod affinity of their own. Takes root and role. */}}
 {{- define "baton.affinity" -}}
-{{- $c := get .root.Values .role -}}
+{{- $c := get .root.Values (include "baton.key" .) -}}
 {{- $near := $c.nearDecode | default "none" -}}
 {{- $affinity := deepCopy $c.affinity -}}
 {{- $own := dict "matchLabels" (include "baton.selector" . | fromYaml) -}}
