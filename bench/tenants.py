@@ -36,6 +36,8 @@ class Cluster:
         env = os.environ | {"BATON_KEYS_FILE": str(keys), "BATON_LOCAL_PREFILL": "1"}
         # A step is not to take a second of one core: who comes waits for the one that is computed.
         env |= {"BATON_CHUNK": "128", "BATON_TOKEN_BUDGET": "256"}
+        # Half as many answers at a time as the second part's clients ask for: weights decide who is next.
+        env |= {"BATON_MAX_RUNNING": "16"}
         self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         for line in self.process.stdout:
             if " http://" in line and "admin" in line:
@@ -140,11 +142,12 @@ def measure(cluster, args):
     time.sleep(args.seconds / 4)
     before = dict(served)
     time.sleep(args.seconds)
+    waits = cluster.metric("baton_waiting_choices")
     tokens = {tenant: served.get(tenant, 0) - before.get(tenant, 0) for tenant in ("one", "three")}
     done.set()
     for thread in threads:
         thread.join()
-    print(f"\nTokens served in {args.seconds:.0f} s, both with 16 clients: weight 1 {tokens['one']}, weight 3 {tokens['three']}, ", end="")
+    print(f"\nTokens served in {args.seconds:.0f} s, both with 16 clients, {waits:.0f} of them waiting in the router at the end: weight 1 {tokens['one']}, weight 3 {tokens['three']}, ", end="")
     print(f"ratio {tokens['three'] / max(1, tokens['one']):.2f}")
 
 
