@@ -6,7 +6,8 @@
 Every request has a salt of its own, so every prompt is computed and handed over. Each answer must equal the first one to its prompt. Whoever
 runs it writes a name to the standard input at the beginning of each phase, and "end" at the end. A line of JSON comes out after the first
 answer, for each phase when the next begins, and for all of them at the end, when every stream has ended: a stream counts for the phase in which
-it began. A connection that breaks is tried again, as clients do, and counted: a stream cannot outlive its router.
+it was connected. A connection that breaks is tried again, as clients do, and counts for the phase in which it broke: a stream cannot outlive its
+router.
 """
 
 import collections
@@ -23,6 +24,7 @@ TOKENS = 96
 lock = threading.Lock()
 answers = {}
 phase = "start"
+ending = threading.Event()
 counts = collections.defaultdict(collections.Counter)
 gaps = collections.defaultdict(float)
 errors = {}
@@ -32,18 +34,17 @@ class Refused(RuntimeError):
     """Nobody is there to answer, and the router says so before it begins."""
 
 
-def ask(url, model, prompt):
-    """One streamed answer, and the longest time without a token."""
+def ask(connection, model, prompt, last):
+    """One streamed answer, and the longest time without a token since `last`."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0, "stream": True,
             "ignore_eos": True, "cache_salt": f"{random.getrandbits(64):x}"}
-    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=120)
-    last, gap, text, ended = time.monotonic(), 0.0, "", False
+    gap, text, ended = 0.0, "", False
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     if answer.status == 503:
         raise Refused(f"503: {answer.read().decode()[:300]}")
     if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {answer.read().decode()[:300]}")
+        raise RuntimeError(f"{answer.status}: {answer.read().decode()[:300] or dict(answer.headers)}")
     for line in answer:
         if line.startswith(b"data: {"):
             now = time.monotonic()
@@ -61,11 +62,14 @@ def ask(url, model, prompt):
 
 
 def stream(url, model, number):
-    while phase != "end":
-        prompt, begun = PROMPTS[number % len(PROMPTS)], phase
+    while not ending.is_set():
+        prompt, tried = PROMPTS[number % len(PROMPTS)], time.monotonic()
         number += 1
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=120)
         try:
-            text, gap = ask(url, model, prompt)
+            connection.connect()
+            begun = phase
+            text, gap = ask(connection, model, prompt, tried)
             with lock:
                 if not answers:
                     print(json.dumps({"first": prompt}), flush=True)
@@ -74,8 +78,8 @@ def stream(url, model, number):
                 gaps[begun] = max(gaps[begun], gap)
         except (ConnectionError, http.client.HTTPException, OSError) as error:
             with lock:
-                counts[begun]["connections lost"] += 1
-                errors.setdefault(begun, repr(error))
+                counts[phase]["connections lost"] += 1
+                errors.setdefault(phase, repr(error))
             time.sleep(0.5)
         except RuntimeError as error:
             with lock:
@@ -97,13 +101,14 @@ def main():
     threads = [threading.Thread(target=stream, args=(url, model, number)) for number in range(streams)]
     for thread in threads:
         thread.start()
-    for line in sys.stdin:
-        before, phase = phase, line.strip()
-        say(before)
-        if phase == "end":
+    for line in map(str.strip, sys.stdin):
+        if line == "end":
             break
+        before, phase = phase, line
         phases.append(phase)
-    phase = "end"
+        say(before)
+    say(phase)
+    ending.set()
     for thread in threads:
         thread.join()
     for each in phases:
