@@ -235,7 +235,9 @@ impl Up {
         if !options.wait {
             return Ok(());
         }
-        let serving = |view: &Arc<View>| [Role::Prefill, Role::Decode, Role::KvStore].map(|role| Up::count(view, role));
+        // The version before says nothing of stores, so they are not waited for.
+        let stores = |view: &View| now.kv_store.map_or(0, |_| Up::count(view, Role::KvStore));
+        let serving = |view: &Arc<View>| [Up::count(view, Role::Prefill), Up::count(view, Role::Decode), stores(view)];
         let wanted = [now.prefill, now.decode, now.kv_store.unwrap_or_default()];
         let wait = async {
             loop {

@@ -298,7 +298,8 @@ impl Cluster {
             ensure!(left.is_empty(), "left behind: {left:?}");
         }
         for address in [self.http(), self.grpc(), self.addresses.admin] {
-            TcpListener::bind(address).with_context(|| format!("{address} is still taken"))?;
+            // A client of another cluster, beside this one, may have been given the port meanwhile.
+            wait(|| TcpListener::bind(address).ok()).with_context(|| format!("{address} is still taken"))?;
         }
         Ok(())
     }
