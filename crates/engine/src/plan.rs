@@ -192,8 +192,7 @@ impl Engine {
     /// Batch sequences get what interactive ones leave, in the same order.
     ///
     /// Where tenants share ([`Order::Priority`]), a short prompt takes the place of a long one of its own tenant only: it would
-    /// have more than its share otherwise. And while the first prompt goes on after the step, no other tenant's is computed in part beside it:
-    /// hardware that is all but filled would take twice as long for both.
+    /// have more than its share otherwise.
     ///
     /// Together they get at most [`crate::EngineConfig::pack_tokens`], but the first always gets its whole chunk. If
     /// that does not finish it, others may finish beside it up to the token budget: they delay it little, while waiting
@@ -203,7 +202,6 @@ impl Engine {
         let decodes = rows.len();
         // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
-        let mut owner = None;
         let shares = self.config.order == Order::Priority;
         let (batch, all) = (self.running.partition_point(|turn| !turn.is_batch()), self.running.len());
         for (class, whole) in [(0..batch, true), (0..batch, false), (batch..all, true), (batch..all, false)] {
@@ -224,9 +222,7 @@ impl Engine {
                     continue;
                 }
                 let ends = len == remaining && (!shares || passed_over.lets(sequence.tenant));
-                let beside = !shares || goes_on != Some(true) || owner == Some(sequence.tenant);
-                owner.get_or_insert(sequence.tenant);
-                if goes_on.is_none() || (!whole && beside) || ends {
+                if goes_on.is_none() || !whole || ends {
                     self.push_row(seq, len, rows);
                     packed += len;
                 } else {

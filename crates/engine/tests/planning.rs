@@ -200,22 +200,6 @@ fn a_short_prompt_does_not_take_the_place_of_another_tenants() {
     assert_eq!(rows([1, 2, 2, 2]), [(0, 20), (1, 2), (2, 8)], "but its own tenant");
 }
 
-/// A tenant that asks little is not held up by another's long prompt: that one is computed in part only beside a last chunk.
-#[test]
-fn no_part_of_another_tenants_prompt_is_computed_beside_one_that_goes_on() {
-    let config = EngineConfig { order: Order::Priority, overtakes: 9, chunk: 10, pack_tokens: 30, ..LIMITS };
-    let rows = |tenants: [u64; 2]| {
-        let mut rig = Rig::new(config, 100);
-        for (tenant, prompt) in tenants.into_iter().zip([25, 70]) {
-            let share = Share { tenant, weight: 1 };
-            rig.engine.submit(NewSequence { share, ..request(Start::Compute, prompt, 2) }).unwrap();
-        }
-        rig.steps(3)
-    };
-    assert_eq!(rows([1, 1]), [[(0, 10), (1, 10)], [(0, 10), (1, 10)], [(0, 5), (1, 10)]]);
-    assert_eq!(rows([1, 2]), [vec![(0, 10)], vec![(0, 10)], vec![(0, 5), (1, 10)]]);
-}
-
 #[test]
 fn an_answer_ends_with_max_tokens_or_a_stop_token_which_is_told() {
     let alone = fake::answer(&layout(), VOCAB, &[0, 1, 2], &request(Start::Compute, 3, 6).params).unwrap();
