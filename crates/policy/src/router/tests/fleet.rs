@@ -440,12 +440,15 @@ fn what_is_fetched_is_no_work_and_what_does_not_come_is_left_alone() {
     let members = vec![exchanging(D1, Role::Decode), exchanging(P1, Role::Prefill), exchanging(P2, Role::Prefill)];
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
     fleet.update(view(members));
-    let tell = |fleet: &mut Fleet, at| {
+    let loaded = |fleet: &mut Fleet, at| {
         for (id, tokens) in [(D1, 0), (P1, 40_000), (P2, 0)] {
             let work = StepWork { tokens, ..StepWork::default() };
             fleet.told(id, Backlog { work, room: 9000, step_tokens: 512, cost, ..Backlog::default() }, 2, at);
-            fleet.linked(id, Links::new(1 << 10, [].into_iter()));
         }
+    };
+    let tell = |fleet: &mut Fleet, at| {
+        loaded(fleet, at);
+        [D1, P1, P2].into_iter().for_each(|id| fleet.linked(id, Links::new(1 << 10, [].into_iter())));
     };
     let (now, later) = (Instant::now(), Instant::now() + Duration::from_secs(31));
     tell(&mut fleet, now);
@@ -464,9 +467,12 @@ fn what_is_fetched_is_no_work_and_what_does_not_come_is_left_alone() {
     assert_eq!(place(&mut fleet, 3, now).fetch, None);
     tell(&mut fleet, later);
     assert!(place(&mut fleet, 4, later).fetch.is_some());
-    // Its process may have been killed. The view goes on naming it for a while.
+    // Its process may have been killed, and the view names it for a while: nothing is asked of it until it tells everything again.
     fleet.untold(P1);
+    loaded(&mut fleet, later);
     assert_eq!(place(&mut fleet, 5, later).fetch, None);
+    tell(&mut fleet, later);
+    assert!(place(&mut fleet, 6, later).fetch.is_some());
 }
 
 /// The told time from token to token follows what is measured in both directions; what an SLO is compared with only grows.
