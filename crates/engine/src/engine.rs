@@ -57,6 +57,8 @@ pub struct Engine {
     pub(crate) steps: u64,
     /// Steps that are planned and neither applied nor failed.
     pub(crate) in_flight: u32,
+    /// How many pairs of a token and one that it attends to cost as much as the rest of a token; 0 while that is not known.
+    pub(crate) pairs_per_token: u32,
     pub(crate) preemptions: u64,
     pub(crate) hit_tokens: u64,
     pub(crate) decoded: u64,
@@ -94,6 +96,7 @@ impl Engine {
             next_seq: 0,
             steps: 0,
             in_flight: 0,
+            pairs_per_token: 0,
             preemptions: 0,
             hit_tokens: 0,
             decoded: 0,
@@ -106,6 +109,12 @@ impl Engine {
             spare_copies: Vec::new(),
             spare_swaps: Vec::new(),
         })
+    }
+
+    /// Says what attention costs here: how many pairs of a token and one that it attends to cost as much as the rest of a token. Chunks of
+    /// long prompts are shorter from then on. 0: not known.
+    pub fn set_pairs_per_token(&mut self, pairs: u32) {
+        self.pairs_per_token = pairs;
     }
 
     /// Queues a sequence. [`Engine::plan`] starts it, or lends its blocks and emits [`Event::Reserved`].

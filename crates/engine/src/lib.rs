@@ -23,6 +23,7 @@ mod admit;
 mod apply;
 mod batch;
 mod check;
+mod chunk;
 mod class;
 mod config;
 #[cfg(feature = "testing")]

@@ -27,14 +27,18 @@
 use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
 
+use crate::chunk::chunk_at;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
-use crate::{Engine, Event, Order, SequenceError, Start, Step, StepRow, Time};
+use crate::{Engine, EngineConfig, Event, Order, SequenceError, Start, Step, StepRow, Time};
 
 /// Most steps that are planned and not applied: the one being computed and the one launched behind it.
 const MOST_IN_FLIGHT: u32 = 2;
 
 /// How long a sequence waits for blocks in quarantine when nothing else can give it any, in milliseconds (I5).
 const QUARANTINE_WAIT_MS: u64 = 2_000;
+
+/// The shortest chunk of a long prompt is a whole one divided by this: shorter ones lose speed, since each reads all of the context again.
+const LEAST_CHUNK: u32 = 4;
 
 /// Whose prompts are not computed in a step though they are first, because they do not fit as a whole.
 #[derive(Clone, Copy)]
@@ -197,12 +201,19 @@ impl Engine {
     /// Together they get at most [`crate::EngineConfig::pack_tokens`], but the first always gets its whole chunk. If
     /// that does not finish it, others may finish beside it up to the token budget: they delay it little, while waiting
     /// for it would delay them by all it lacks.
+    ///
+    /// In a step without decode rows the first gets `pack_tokens` if that is more than a chunk. So no part of another prompt delays it,
+    /// and the step is as full.
+    ///
+    /// A chunk of a long prompt is as long as makes it take the time of one at a prompt's beginning ([`chunk_at`]), but at least
+    /// `pack_tokens` and a [`LEAST_CHUNK`]th of a whole one. Where there is one sequence only, nobody waits and its chunks are whole.
     fn plan_chunks(&mut self, rows: &mut Vec<StepRow>) {
         let budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
         let decodes = rows.len();
         // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
         let shares = self.config.order == Order::Priority;
+        let fills = if decodes == 0 { self.config.pack_tokens } else { 0 };
         let (batch, all) = (self.running.partition_point(|turn| !turn.is_batch()), self.running.len());
         for (class, whole) in [(0..batch, true), (0..batch, false), (batch..all, true), (batch..all, false)] {
             let mut passed_over = PassedOver::Nobody;
@@ -214,11 +225,14 @@ impl Engine {
                     Some(true) if whole => budget,
                     Some(_) => budget.min(self.config.pack_tokens),
                 };
-                let remaining = sequence.lacks();
-                let len = remaining.min(self.config.chunk).min(most.saturating_sub(packed));
+                let (remaining, chunk) = (sequence.lacks(), self.chunk_of(sequence));
+                // Layer groups with a window have blocks for a chunk.
+                let covered = sequence.covered().saturating_sub(sequence.next_start());
+                let row = if goes_on.is_none() { chunk.max(fills.min(covered)) } else { chunk };
+                let len = remaining.min(row).min(most.saturating_sub(packed));
                 // Skips a sequence that has a row already, or has no blocks now.
                 let seated = sequence.last_step > self.steps;
-                if len == 0 || seated || sequence.covered() < sequence.next_start() + len {
+                if len == 0 || seated || covered < len {
                     continue;
                 }
                 let ends = len == remaining && (!shares || passed_over.lets(sequence.tenant));
@@ -233,6 +247,15 @@ impl Engine {
         }
         // Chunks stand in the order of turns, however the budget was given out.
         rows[decodes..].sort_unstable_by_key(|row| self.sequences.get(&row.seq).map(|s| s.turn));
+    }
+
+    /// Most tokens of a sequence in the next step.
+    fn chunk_of(&self, sequence: &Sequence) -> u32 {
+        let EngineConfig { chunk, pack_tokens, .. } = self.config;
+        if self.running.len() + self.waiting.len() + self.receiving.len() == 1 {
+            return chunk;
+        }
+        chunk_at(sequence.next_start(), chunk, pack_tokens.max(chunk / LEAST_CHUNK), self.pairs_per_token)
     }
 
     pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {

@@ -85,6 +85,16 @@ impl StepCost {
         })
     }
 
+    /// How many pairs of a token and one that it attends to cost as much as the rest of a token; 0 when that is not known.
+    pub fn pairs_per_token(&self) -> u32 {
+        if self.pair > 0.0 { (self.full_token() / self.pair) as u32 } else { 0 }
+    }
+
+    /// What a token costs in a full step, with its part of what the step costs.
+    fn full_token(&self) -> f64 {
+        self.token + self.chunk / FULL
+    }
+
     fn rows(&self, work: &StepWork) -> f64 {
         self.row * work.rows as f64 + self.context * work.context as f64
     }
@@ -151,8 +161,8 @@ impl StepModel {
     pub fn cost(&self) -> StepCost {
         let [base, row, context] = self.rows.coefficients().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
-        let pair = pair.min((token + chunk / FULL) * MOST_PAIR);
-        StepCost { base, row, context, chunk, token, pair }
+        let cost = StepCost { base, row, context, chunk, token, pair };
+        StepCost { pair: pair.min(cost.full_token() * MOST_PAIR), ..cost }
     }
 
     /// Median relative error lately of the predicted time of steps without prompts, and of the prompts' part of the others.
@@ -231,6 +241,19 @@ mod tests {
         let whole = COST.prompts(&beside.with_prompt(300, 1500), 512);
         assert!((sum - whole).abs() < 1e-8, "{sum:?} {whole:?}");
         assert_eq!(COST.prompts(&beside, 512), 0.0, "nothing is left to compute");
+    }
+
+    #[test]
+    fn pairs_are_worth_what_they_cost() {
+        // 3e-5 + 4e-3 / 512 a token, 1e-8 a pair.
+        assert_eq!(COST.pairs_per_token(), 3781);
+        assert_eq!(StepCost::default().pairs_per_token(), 0, "not known");
+        assert_eq!(StepCost { pair: 1.0, ..StepCost::default() }.pairs_per_token(), 0);
+        // However few tokens a worker has computed: see `MOST_PAIR`.
+        let mut model = StepModel::default();
+        (0..100)
+            .for_each(|at| model.add(&StepWork::default().with_prompt(900, 901 + at % 3), Duration::from_millis(5)));
+        assert!(model.cost().pairs_per_token() == 0 || model.cost().pairs_per_token() >= 49, "{:?}", model.cost());
     }
 
     #[test]

@@ -343,6 +343,7 @@ impl<R: RoleCore> WorkerCore<R> {
         self.waits = false;
         let sound = self.lost.is_none() && self.in_flight.iter().all(|launched| launched.failed.is_none());
         if sound && self.in_flight.len() < self.depth {
+            self.engine.set_pairs_per_token(self.steps.cost().pairs_per_token());
             let planned = self.engine.plan(now, &mut self.events);
             // Events of the plan (reservations, expiries) are delivered before those of the step.
             self.deliver(out);
