@@ -36,6 +36,16 @@ struct Line<T> {
     waiting: BTreeMap<Place, T>,
 }
 
+/// A tenant's next request.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a, K, T> {
+    pub tenant: &'a K,
+    pub weight: u32,
+    pub request: &'a T,
+    /// Tokens that it was served more, divided by the weight, than the tenant that waits and was served least.
+    pub ahead: u64,
+}
+
 impl<K: Ord + Clone, T> Default for FairQueue<K, T> {
     fn default() -> Self {
         FairQueue { tenants: BTreeMap::new(), next: 0, last: 0 }
@@ -72,13 +82,18 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         }
     }
 
-    /// The next request of each tenant that has one, with the tenant and its weight, in the order in which they are to be served.
-    pub fn heads(&self) -> Vec<(&K, u32, &T)> {
+    /// The next request of each tenant that has one, in the order in which they are to be served.
+    pub fn heads(&self) -> Vec<Head<'_, K, T>> {
         let heads =
             self.tenants.iter().filter_map(|(tenant, line)| Some((tenant, line, line.waiting.values().next()?)));
         let mut heads: Vec<_> = heads.collect();
         heads.sort_by_key(|(_, line, _)| line.counter);
-        heads.into_iter().map(|(tenant, line, request)| (tenant, line.weight, request)).collect()
+        let least = heads.first().map_or(0, |(_, line, _)| line.counter);
+        let head = |(tenant, line, request): (_, &Line<T>, _)| {
+            let Line { weight, counter, .. } = *line;
+            Head { tenant, weight, request, ahead: (counter - least) / TOKEN }
+        };
+        heads.into_iter().map(head).collect()
     }
 
     /// Takes the next request of a tenant.
@@ -143,7 +158,7 @@ mod tests {
     type Queue = FairQueue<&'static str, u64>;
 
     fn pop(queue: &mut Queue) -> Option<(&'static str, u64)> {
-        let tenant = *queue.heads().first()?.0;
+        let tenant = *queue.heads().first()?.tenant;
         Some((tenant, queue.pop(&tenant)?))
     }
 

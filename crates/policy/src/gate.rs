@@ -4,6 +4,8 @@
 //! answers at decode workers. The last eighth of the room for answers is left to tenants that have less than half of their share, so that
 //! one who comes later need not wait for somebody's answer to end.
 //!
+//! Who has no room is passed by others only while these were not served much more: small requests would find room all the time.
+//!
 //! Batch requests begin only while no interactive request waits, and in what those at the workers leave, but for that last eighth. Batch requests
 //! that have begun are in no interactive request's way: the workers have them give way. So the rules above hold among interactive requests as if
 //! there were no others, and among batch requests.
@@ -13,10 +15,14 @@ use std::collections::BTreeMap;
 use baton_membership::{Member, Role};
 use baton_types::Class;
 
-use crate::fair::{FairQueue, Ticket};
+use crate::fair::{FairQueue, Head, Ticket};
 
 /// Of the room for answers, the part that is left to tenants with little of it.
 const LEFT: u64 = 8;
+
+/// So many tokens, divided by its weight, a tenant may be served more than another and still pass it, because the other's request has no
+/// room yet: a few short requests that come together.
+const AHEAD: u64 = 1024;
 
 /// What the workers can do at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -263,11 +269,15 @@ impl<K: Ord + Clone, T> Side<K, T> {
     fn next(&self, class: Class, beside: Held, room: &GateRoom) -> Option<(K, u32, u32)> {
         let heads = self.queue.heads();
         let mut weights: BTreeMap<&K, u32> = self.tenants.iter().map(|(k, held)| (k, held.weight)).collect();
-        weights.extend(heads.iter().map(|(tenant, weight, _)| (*tenant, *weight)));
+        weights.extend(heads.iter().map(|head| (head.tenant, head.weight)));
         let weights: u128 = weights.values().map(|weight| u128::from(*weight)).sum();
         let all = self.all.plus(beside);
-        for (tenant, weight, waiting) in heads {
-            let tokens = waiting.prompt_tokens;
+        for Head { tenant, weight, request, ahead } in heads {
+            // Who has short requests finds room before others, and has few at a time, however many it gets.
+            if ahead > AHEAD {
+                return None;
+            }
+            let tokens = request.prompt_tokens;
             let held = self.tenants.get(tenant).copied().unwrap_or_default();
             // The last eighth is for interactive requests.
             let has_little = !class.is_batch() && has_little(&held, weight.into(), weights, room);

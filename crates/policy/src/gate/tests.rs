@@ -160,6 +160,32 @@ fn answers_count_for_whose_turn_it_is_and_weights_share_them() {
     assert!((2.9..3.1).contains(&ratio), "{ratio}");
 }
 
+/// There are ways past others, and none past the weights: requests that end soon, or are small, are few at a time, and yet many.
+#[test]
+fn who_has_little_because_it_ends_soon_gets_no_more_than_its_share() {
+    let all_prompts = GateRoom { prompt_tokens: u64::MAX, ..ROOM };
+    let all_answers = GateRoom { answers: u64::MAX, kv_tokens: u64::MAX, ..ROOM };
+    for room in [all_prompts, all_answers] {
+        let mut gate = Tenants::default();
+        for request in 0..4000 {
+            push(&mut gate, "one", 1, 200, request);
+            push(&mut gate, "three", 3, 400, request);
+        }
+        let (mut running, mut served): (Vec<(u32, Begun<&str>)>, BTreeMap<&str, u64>) = Default::default();
+        for now in 0..20_000 {
+            while let Some((_, begun)) = gate.begin(&room) {
+                let (tokens, lasts) = if begun.tenant == "one" { (200, 10) } else { (400, 100) };
+                *served.entry(begun.tenant).or_default() += tokens;
+                running.push((now + lasts, begun));
+            }
+            let over = |(ends, _): &mut (u32, Begun<&str>)| *ends <= now;
+            running.extract_if(.., over).for_each(|(_, begun)| gate.ended(begun));
+        }
+        let ratio = served["three"] as f64 / served["one"] as f64;
+        assert!((2.9..3.1).contains(&ratio), "{ratio} with {room:?}");
+    }
+}
+
 #[test]
 fn batch_begins_only_while_no_interactive_request_waits() {
     let mut gate = Tenants::default();
