@@ -21,7 +21,7 @@ use crate::fair::{FairQueue, Head, Ticket};
 const LEFT: u64 = 8;
 
 /// So many tokens, divided by its weight, a tenant may be served more than another and still pass it, because the other's request has no
-/// room yet: a few short requests that come together.
+/// room yet: a few short requests that come together. Where the other's request is longer, as many as it has: it counts as a whole when it begins.
 const AHEAD: u64 = 1024;
 
 /// What the workers can do at once.
@@ -272,9 +272,12 @@ impl<K: Ord + Clone, T> Side<K, T> {
         weights.extend(heads.iter().map(|head| (head.tenant, head.weight)));
         let weights: u128 = weights.values().map(|weight| u128::from(*weight)).sum();
         let all = self.all.plus(beside);
+        // By so much the first one's standing changes when it begins.
+        let first =
+            heads.first().map_or(0, |head| u64::from(head.request.prompt_tokens) / u64::from(head.weight.max(1)));
         for Head { tenant, weight, request, ahead } in heads {
             // Who has short requests finds room before others, and has few at a time, however many it gets.
-            if ahead > AHEAD {
+            if ahead > AHEAD.max(first) {
                 return None;
             }
             let tokens = request.prompt_tokens;

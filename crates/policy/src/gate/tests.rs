@@ -160,6 +160,23 @@ fn answers_count_for_whose_turn_it_is_and_weights_share_them() {
     assert!((2.9..3.1).contains(&ratio), "{ratio}");
 }
 
+/// A long prompt counts when it begins. Until the next one does, a tenant that asks little is not held up.
+#[test]
+fn who_asks_less_than_its_share_does_not_wait_for_the_next_long_prompt() {
+    let mut gate = Tenants::default();
+    for request in 0..3 {
+        push(&mut gate, "flood", 1, 3000, request);
+    }
+    let flood = begin_all(&mut gate, &ROOM);
+    assert_eq!(flood.len(), 1);
+    for request in 0..5 {
+        push(&mut gate, "calm", 1, 600, 100 + request);
+        let (begun, turn) = gate.begin(&ROOM).unwrap();
+        assert_eq!(begun, 100 + request);
+        gate.ended(turn);
+    }
+}
+
 /// There are ways past others, and none past the weights: requests that end soon, or are small, are few at a time, and yet many.
 #[test]
 fn who_has_little_because_it_ends_soon_gets_no_more_than_its_share() {
