@@ -2,6 +2,7 @@
 """Streams answers over and over and checks each; runs in a pod, with nothing but Python's own library.
 
     load.py URL MODEL STREAMS
+    load.py URL MODEL again
 
 Every request has a salt of its own, so every prompt is computed and handed over. Each answer must equal the first one to its prompt. Whoever
 runs it writes a name to the standard input at the beginning of each phase, and "end" at the end. A line of JSON comes out after the first
@@ -21,6 +22,8 @@ import urllib.parse
 
 PROMPTS = ["Why is the sky blue?", "What is a comet made of?", "How do bees find their way?", "Why do we dream?", "What is inflation?"]
 TOKENS = 96
+# So often a question is repeated in a long prompt, which has about 300 tokens then.
+LONG = 50
 lock = threading.Lock()
 answers = {}
 phase = "start"
@@ -34,10 +37,10 @@ class Refused(RuntimeError):
     """Nobody is there to answer, and the router says so before it begins."""
 
 
-def ask(connection, model, prompt, last):
+def ask(connection, model, prompt, last, salt):
     """One streamed answer, and the longest time without a token since `last`."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0, "stream": True,
-            "ignore_eos": True, "cache_salt": f"{random.getrandbits(64):x}"}
+            "ignore_eos": True, "cache_salt": salt}
     gap, text, ended = 0.0, "", False
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -69,7 +72,7 @@ def stream(url, model, number):
         try:
             connection.connect()
             begun = phase
-            text, gap = ask(connection, model, prompt, tried)
+            text, gap = ask(connection, model, prompt, tried, f"{random.getrandbits(64):x}")
             with lock:
                 if not answers:
                     print(json.dumps({"first": prompt}), flush=True)
@@ -88,6 +91,15 @@ def stream(url, model, number):
             time.sleep(0.5)
 
 
+def again(url, model):
+    """Prints the answers to long prompts."""
+    answers = []
+    for prompt in PROMPTS:
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=120)
+        answers.append(ask(connection, model, " ".join([prompt] * LONG), time.monotonic(), prompt)[0])
+    print(json.dumps(answers))
+
+
 def say(which):
     """What came so far of the streams that began in a phase."""
     with lock:
@@ -97,7 +109,10 @@ def say(which):
 def main():
     global phase
     phases = [phase]
-    url, model, streams = urllib.parse.urlparse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    url, model = urllib.parse.urlparse(sys.argv[1]), sys.argv[2]
+    if sys.argv[3] == "again":
+        return again(url, model)
+    streams = int(sys.argv[3])
     threads = [threading.Thread(target=stream, args=(url, model, number)) for number in range(streams)]
     for thread in threads:
         thread.start()
