@@ -108,12 +108,13 @@ impl Turn {
     /// The choice has this many tokens more. With the first, its prompt is computed.
     pub fn answered(&mut self, tokens: u32) {
         let Some(begun) = &mut self.begun else { return };
-        let first = {
+        // Tokens that one tenant gets change who may pass whom.
+        let opens = {
             let mut core = self.gate.core();
             core.answered(begun, tokens);
-            core.computed(begun)
+            core.computed(begun) || core.waiting() > 0
         };
-        if first {
+        if opens {
             self.gate.open();
         }
     }

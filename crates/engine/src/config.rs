@@ -44,7 +44,7 @@ pub(crate) const BATCH_AGED: u64 = 1 << 40;
 pub struct EngineConfig {
     /// Most tokens computed in one step, over all rows. At least `max_running`, so that no running sequence starves.
     pub token_budget: u32,
-    /// Most tokens of one sequence in one step. In a step without decode rows, `pack_tokens` for the first prompt if that is more.
+    /// Most tokens of one sequence in one step.
     pub chunk: u32,
     /// Prompt tokens that fill a step: prompts are packed into a step up to this many tokens, and a longer prompt ends
     /// alone. Meant to be the length that saturates the hardware ([`crate::Saturation`]): above it, prompts that end in

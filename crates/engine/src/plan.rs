@@ -202,18 +202,14 @@ impl Engine {
     /// that does not finish it, others may finish beside it up to the token budget: they delay it little, while waiting
     /// for it would delay them by all it lacks.
     ///
-    /// In a step without decode rows the first gets `pack_tokens` if that is more than a chunk. So no part of another prompt delays it,
-    /// and the step is as full.
-    ///
-    /// A chunk of a long prompt is as long as makes it take the time of one at a prompt's beginning ([`chunk_at`]), but at least
-    /// `pack_tokens` and a [`LEAST_CHUNK`]th of a whole one. Where there is one sequence only, nobody waits and its chunks are whole.
+    /// A chunk of a long prompt is as long as makes it take about the time of one at a prompt's beginning ([`chunk_at`]), but at least
+    /// `pack_tokens` and a [`LEAST_CHUNK`]th of a whole one.
     fn plan_chunks(&mut self, rows: &mut Vec<StepRow>) {
         let budget = self.config.token_budget.saturating_sub(rows.iter().map(|row| row.len).sum());
         let decodes = rows.len();
         // Prompt tokens in the step so far; whether the first prompt goes on after it (`None` before there is a first).
         let (mut packed, mut goes_on) = (0, None);
         let shares = self.config.order == Order::Priority;
-        let fills = if decodes == 0 { self.config.pack_tokens } else { 0 };
         let (batch, all) = (self.running.partition_point(|turn| !turn.is_batch()), self.running.len());
         for (class, whole) in [(0..batch, true), (0..batch, false), (batch..all, true), (batch..all, false)] {
             let mut passed_over = PassedOver::Nobody;
@@ -225,14 +221,12 @@ impl Engine {
                     Some(true) if whole => budget,
                     Some(_) => budget.min(self.config.pack_tokens),
                 };
-                let (remaining, chunk) = (sequence.lacks(), self.chunk_of(sequence));
-                // Layer groups with a window have blocks for a chunk.
-                let covered = sequence.covered().saturating_sub(sequence.next_start());
-                let row = if goes_on.is_none() { chunk.max(fills.min(covered)) } else { chunk };
-                let len = remaining.min(row).min(most.saturating_sub(packed));
                 // Skips a sequence that has a row already, or has no blocks now.
                 let seated = sequence.last_step > self.steps;
-                if len == 0 || seated || covered < len {
+                let remaining = sequence.lacks();
+                let len = if seated { 0 } else { remaining.min(self.chunk_of(sequence)) };
+                let len = len.min(most.saturating_sub(packed));
+                if len == 0 || sequence.covered() < sequence.next_start() + len {
                     continue;
                 }
                 let ends = len == remaining && (!shares || passed_over.lets(sequence.tenant));
@@ -249,10 +243,12 @@ impl Engine {
         rows[decodes..].sort_unstable_by_key(|row| self.sequences.get(&row.seq).map(|s| s.turn));
     }
 
-    /// Most tokens of a sequence in the next step.
+    /// Most tokens of a sequence in the next step. Where it is the only one, nobody waits for a step, and its chunks are whole. What one chunk
+    /// computes behind a cached prefix is not split.
     fn chunk_of(&self, sequence: &Sequence) -> u32 {
         let EngineConfig { chunk, pack_tokens, .. } = self.config;
-        if self.running.len() + self.waiting.len() + self.receiving.len() == 1 {
+        let alone = self.running.len() + self.waiting.len() + self.receiving.len() == 1;
+        if alone || sequence.fresh && sequence.lacks() <= chunk {
             return chunk;
         }
         chunk_at(sequence.next_start(), chunk, pack_tokens.max(chunk / LEAST_CHUNK), self.pairs_per_token)

@@ -54,7 +54,7 @@ fn a_first_token_that_ends_the_answer_ends_the_sequence() {
 
 #[test]
 fn a_prefill_is_held_until_released() {
-    let mut rig = Rig::new(EngineConfig { chunk: 5, pack_tokens: 5, ..LIMITS }, 8);
+    let mut rig = Rig::new(EngineConfig { chunk: 5, ..LIMITS }, 8);
     let seq = rig.submit(Start::ComputeAndHold, 8, 100);
     assert_eq!(rig.step(), [(0, 5)]);
     let early = rig.engine.release(seq);
@@ -73,7 +73,7 @@ fn a_prefill_is_held_until_released() {
 
 /// One sequence in each state in which an abort or a deadline can find it, and whether it needs a fence in that state.
 fn in_each_state(deadline: Option<Time>) -> (Rig, [(SeqId, &'static str, bool); 5]) {
-    let mut rig = Rig::new(EngineConfig { chunk: 4, pack_tokens: 4, ..LIMITS }, 15);
+    let mut rig = Rig::new(EngineConfig { chunk: 4, ..LIMITS }, 15);
     let mut submit = |start, prompt| rig.engine.submit(NewSequence { deadline, ..request(start, prompt, 20) }).unwrap();
     let held = submit(Start::ComputeAndHold, 4);
     let prefilling = submit(Start::ComputeAndHold, 16);
@@ -256,7 +256,7 @@ proptest! {
 
 #[test]
 fn queued_tokens_are_those_that_are_to_be_computed_here() {
-    let mut rig = Rig::new(EngineConfig { chunk: 8, pack_tokens: 8, ..LIMITS }, 24);
+    let mut rig = Rig::new(EngineConfig { chunk: 8, ..LIMITS }, 24);
     assert_eq!(rig.engine.queued_tokens(), 0);
     rig.submit(Start::Compute, 20, 4);
     let held = rig.submit(Start::ComputeAndHold, 5, 4);
@@ -276,7 +276,7 @@ fn queued_tokens_are_those_that_are_to_be_computed_here() {
 
 #[test]
 fn prompts_and_answers_say_what_is_to_be_done_and_room_what_is_left() {
-    let mut rig = Rig::new(EngineConfig { chunk: 8, pack_tokens: 8, ..LIMITS }, 24);
+    let mut rig = Rig::new(EngineConfig { chunk: 8, ..LIMITS }, 24);
     let prompts = |from: u32| vec![Range { start: from, end: 20 }];
     let of = |rig: &Rig| {
         let engine = &rig.engine;

@@ -180,21 +180,6 @@ fn prompts_are_packed_up_to_the_saturating_length() {
     assert_eq!(rig.step(), [(0, 1), (1, 1), (3, 1), (4, 1), (2, 13)]);
 }
 
-/// Where nobody decodes, the first prompt fills the step: a part of another beside it would only make it wait.
-#[test]
-fn the_first_prompt_fills_a_step_without_decode_rows() {
-    let config = EngineConfig { chunk: 10, pack_tokens: 24, order: Order::Priority, overtakes: 9, ..LIMITS };
-    let mut rig = Rig::new(config, 100);
-    let (first, other) = (rig.submit(Start::ComputeAndHold, 53, 2), rig.submit(Start::ComputeAndHold, 40, 2));
-    assert_eq!(rig.step(), [(first.0, 24)]);
-    assert_eq!(rig.step(), [(first.0, 24)]);
-    assert_eq!(rig.step(), [(first.0, 5), (other.0, 10)], "and the next has a chunk beside its end");
-    rig.submit(Start::Compute, 1, 9);
-    assert_eq!(rig.step(), [(other.0, 24), (2, 1)]);
-    rig.submit(Start::Compute, 30, 2);
-    assert_eq!(rig.step(), [(2, 1), (other.0, 6), (3, 10)], "beside a decode row a chunk is the most");
-}
-
 /// Attention makes later chunks slower: they are shorter where somebody else would wait for them.
 #[test]
 fn chunks_of_a_long_prompt_get_shorter_beside_others() {
@@ -212,18 +197,6 @@ fn chunks_of_a_long_prompt_get_shorter_beside_others() {
     assert_eq!(lens(1, 1), [64, 16, 16, 16], "a quarter at least");
     assert_eq!(lens(0, 1), [64; 4], "while the cost is not known");
     assert_eq!(lens(300, 0), [64; 4], "nobody waits");
-}
-
-/// Layer groups with a window have blocks for the window and a chunk.
-#[test]
-fn a_prompt_with_a_window_gets_what_its_blocks_hold() {
-    let config = EngineConfig { chunk: 8, pack_tokens: 32, ..LIMITS };
-    let mut rig = Rig::with_layout(config, fake::tiny_layout(4), 100);
-    let seq = rig.submit(Start::ComputeAndHold, 90, 2);
-    // At the start it has blocks for more.
-    for len in [24, 8, 8, 8] {
-        assert_eq!(rig.step(), [(seq.0, len)]);
-    }
 }
 
 /// A step's rest is no way around a share: a short prompt goes before a longer one of its own tenant, not of another.
@@ -364,11 +337,11 @@ fn blocks_in_quarantine_are_waited_for_only_so_long() {
 #[test]
 fn a_held_prefill_is_never_preempted() {
     // Computed a token at a time, it still runs when the older one needs the last block.
-    let mut rig = Rig::new(EngineConfig { chunk: 1, pack_tokens: 1, ..LIMITS }, 5);
+    let mut rig = Rig::new(EngineConfig { chunk: 1, ..LIMITS }, 5);
     rig.submit(Start::Compute, 1, 16);
     let held = rig.submit(Start::ComputeAndHold, 12, 1);
     assert_eq!(rig.steps(10)[9], [(1, 1)], "the first waits for a block, the second goes on");
-    rig.steps(3);
+    rig.steps(2);
     assert_eq!((rig.engine.preemptions(), rig.engine.held(), rig.blocks().0), (0, 1, 5));
     rig.engine.release(held).unwrap();
     rig.steps(8);

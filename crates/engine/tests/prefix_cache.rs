@@ -79,7 +79,7 @@ fn other_tenants_share_nothing() {
 /// n > 1: the prompt is computed once, its full blocks are shared, the partial one is copied.
 #[test]
 fn forks_submitted_together_compute_their_prompt_once() {
-    let mut rig = Rig::new(EngineConfig { chunk: 8, pack_tokens: 8, ..LIMITS }, 40);
+    let mut rig = Rig::new(EngineConfig { chunk: 8, ..LIMITS }, 40);
     let fork = |seed| {
         let mut new = sharing(1, Start::Compute, 30, 4);
         (new.params.temperature, new.params.seed) = (0.8, seed);
@@ -102,7 +102,7 @@ fn forks_submitted_together_compute_their_prompt_once() {
 /// A sequence that waits for another's computation goes on when that one ends or stands still.
 #[test]
 fn nobody_waits_for_a_leader_that_does_not_advance() {
-    let mut rig = Rig::new(EngineConfig { chunk: 4, pack_tokens: 4, ..LIMITS }, 40);
+    let mut rig = Rig::new(EngineConfig { chunk: 4, ..LIMITS }, 40);
     let leader = rig.engine.submit(sharing(1, Start::Compute, 30, 4)).unwrap();
     let follower = rig.engine.submit(sharing(1, Start::Compute, 30, 4)).unwrap();
     rig.steps(2);
@@ -326,7 +326,7 @@ fn a_window_gives_its_blocks_back() {
 /// more. Of the sequences held for a transfer, only one at a time may have blocks yet to take.
 #[test]
 fn a_window_needs_no_more_than_itself_and_a_chunk() {
-    let config = EngineConfig { chunk: 8, pack_tokens: 8, ..LIMITS };
+    let config = EngineConfig { chunk: 8, ..LIMITS };
     let layout = fake::tiny_layout(4);
     let most = layout.groups[1].most_live(config.chunk, 4).unwrap();
     let rig_of = |blocks: Vec<u32>| {

@@ -4,7 +4,8 @@
 //! answers at decode workers. The last eighth of the room for answers is left to tenants that have less than half of their share, so that
 //! one who comes later need not wait for somebody's answer to end.
 //!
-//! Who has no room is passed by others only while these were not served much more: small requests would find room all the time.
+//! Who has no room is passed by others only while these were not served much more. Otherwise small requests would find room all the time. This
+//! does not hold for batch requests, whose room depends on interactive ones.
 //!
 //! Batch requests begin only while no interactive request waits, and in what those at the workers leave, but for that last eighth. Batch requests
 //! that have begun are in no interactive request's way: the workers have them give way. So the rules above hold among interactive requests as if
@@ -21,7 +22,8 @@ use crate::fair::{FairQueue, Head, Ticket};
 const LEFT: u64 = 8;
 
 /// So many tokens, divided by its weight, a tenant may be served more than another and still pass it, because the other's request has no
-/// room yet: a few short requests that come together. Where the other's request is longer, as many as it has: it counts as a whole when it begins.
+/// room yet: a few short requests that come together. Where the request of the tenant that was served least is longer, as many tokens as that has:
+/// a prompt counts as a whole when it begins.
 const AHEAD: u64 = 1024;
 
 /// What the workers can do at once.
@@ -276,8 +278,8 @@ impl<K: Ord + Clone, T> Side<K, T> {
         let first =
             heads.first().map_or(0, |head| u64::from(head.request.prompt_tokens) / u64::from(head.weight.max(1)));
         for Head { tenant, weight, request, ahead } in heads {
-            // Who has short requests finds room before others, and has few at a time, however many it gets.
-            if ahead > AHEAD.max(first) {
+            // All that follow are further ahead. Otherwise who has short or small requests would always find room, and others never.
+            if !class.is_batch() && ahead > AHEAD.max(first) {
                 return None;
             }
             let tokens = request.prompt_tokens;

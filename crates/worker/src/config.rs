@@ -135,8 +135,7 @@ baton_runtime::config! {
         context: Option<u32> = None,
         /// Most tokens computed in one step, over all sequences.
         token_budget: u32 = 512,
-        /// Most prompt tokens of one sequence computed in one step. In a step without answers' tokens the first prompt gets pack_tokens if
-        /// that is more.
+        /// Most prompt tokens of one sequence computed in one step.
         chunk: u32 = 256,
         /// Decode workers: if at least half of a prompt's KV is cached here and at most this many tokens are missing, the worker computes
         /// them itself beside its decode work. All prompts computed like this share the bound. 0: all prompts go to prefill workers.
