@@ -188,7 +188,8 @@ fn who_has_little_because_it_ends_soon_gets_no_more_than_its_share() {
             push(&mut gate, "one", 1, 200, request);
             push(&mut gate, "three", 3, 400, request);
         }
-        let (mut running, mut served): (Vec<(u32, Begun<&str>)>, BTreeMap<&str, u64>) = Default::default();
+        let mut running: Vec<(u32, Begun<&str>)> = Vec::new();
+        let mut served: BTreeMap<&str, u64> = BTreeMap::new();
         for now in 0..20_000 {
             while let Some((_, begun)) = gate.begin(&room) {
                 let (tokens, lasts) = if begun.tenant == "one" { (200, 10) } else { (400, 100) };
