@@ -38,6 +38,18 @@ fn a_parked_prompt_that_is_cached_holds_up_no_other() {
     assert_eq!(rig.events.iter().filter(|event| matches!(event, Event::Due { .. })).count(), 2);
 }
 
+/// What is short and follows a long cached prefix finishes beside a long prompt, as any short one.
+#[test]
+fn a_short_rest_behind_a_cached_prefix_is_not_split() {
+    let mut rig = Rig::new(EngineConfig { chunk: 32, pack_tokens: 1, ..LIMITS }, 400);
+    rig.engine.set_pairs_per_token(1);
+    rig.engine.submit(sharing(1, Start::Compute, 201, 1)).unwrap();
+    finish(&mut rig);
+    let long = rig.engine.submit(sharing(2, Start::ComputeAndHold, 200, 2)).unwrap();
+    let short = rig.engine.submit(sharing(1, Start::ComputeAndHold, 230, 2)).unwrap();
+    assert_eq!(rig.step(), [(long.0, 32), (short.0, 29)]);
+}
+
 fn cached_of(rig: &Rig, of: SeqId) -> Option<u32> {
     let cached = |event: &Event| match event {
         Event::Token { seq, cached_tokens, .. } | Event::Prefilled { seq, cached_tokens, .. } if *seq == of => {

@@ -42,11 +42,7 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(config: EngineConfig, blocks: u32) -> Rig {
-        Rig::with_layout(config, layout(), blocks)
-    }
-
-    pub fn with_layout(config: EngineConfig, layout: KvLayout, blocks: u32) -> Rig {
-        let geometry = PoolGeometry::uniform(layout, blocks);
+        let geometry = PoolGeometry::uniform(layout(), blocks);
         let engine = Engine::new(config, &geometry).unwrap();
         Rig { engine, model: FakeModel::new(geometry, VOCAB), events: Vec::new(), now: Time(0) }
     }
