@@ -2,18 +2,20 @@
 """Whether tenants share a cluster as docs/tenants.md says. Starts `baton up` with a file of keys and measures, in one run:
 
 1. the time to the first token of a tenant that asks little (a quarter of what the workers can do), alone, and while another tenant floods
-   the cluster with long prompts;
+   the cluster with long prompts; in rounds of both, so that a machine whose speed changes from minute to minute changes both;
 2. the tokens that two tenants of weight 1 and 3 are served while both ask for more than there is.
 
-usage: bench/tenants.py [--model NAME] [--questions N] [--seconds S]
+usage: bench/tenants.py [--model NAME] [--questions N] [--rounds N] [--seconds S]
 """
 import argparse
+import contextlib
 import hashlib
 import http.client
 import json
 import os
 import pathlib
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -46,14 +48,16 @@ class Cluster:
             if "Ctrl-C" in line:
                 break
 
-    def ask(self, tenant, prompt, tokens, stop=None):
-        """Streams an answer; returns the seconds to its first token, and how many tokens came before `stop`."""
+    def ask(self, tenant, prompt, tokens, connected=lambda opened: None):
+        """Streams an answer; returns the seconds to its first token. `connected` is given the connection's socket."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.connect()
+        connected(connection.sock)
         salt = f"{random.getrandbits(64):x}"
         ids = [random.randrange(1000, 40000) for _ in range(prompt)]
         body = {"model": "", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         body |= {"cache_salt": salt}
-        begun, first, count = time.monotonic(), None, 0
+        begun, first = time.monotonic(), None
         connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {tenant}"})
         answer = connection.getresponse()
         if answer.status != 200:
@@ -63,9 +67,8 @@ class Cluster:
                 if b'"error"' in line:
                     raise RuntimeError(line.decode())
                 first = first or time.monotonic() - begun
-                count += 1
         connection.close()
-        return first, count
+        return first
 
     def metric(self, name):
         connection = http.client.HTTPConnection("127.0.0.1", self.admin)
@@ -78,18 +81,36 @@ class Cluster:
         self.process.wait(60)
 
 
-def floods(cluster, tenant, clients, prompt, tokens, done, served):
-    """Clients of a tenant that ask without a pause until `done` is set."""
+class Flood:
+    """Clients of a tenant that ask without a pause until they are stopped; `served` counts the tokens of what was answered."""
 
-    def client():
-        while not done.is_set():
-            cluster.ask(tenant, prompt, tokens)
-            served[tenant] = served.get(tenant, 0) + prompt + tokens
+    def __init__(self, cluster, tenant, clients, prompt, tokens):
+        self.cluster, self.tenant, self.prompt, self.tokens = cluster, tenant, prompt, tokens
+        self.done, self.served, self.sockets, self.lock = threading.Event(), 0, {}, threading.Lock()
+        self.threads = [threading.Thread(target=self.client, args=[index], daemon=True) for index in range(clients)]
+        for thread in self.threads:
+            thread.start()
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    return threads
+    def client(self, index):
+        while not self.done.is_set():
+            try:
+                self.cluster.ask(self.tenant, self.prompt, self.tokens, lambda opened: self.sockets.update({index: opened}))
+            except (OSError, http.client.HTTPException, ValueError, AttributeError):
+                if not self.done.is_set():
+                    raise
+                return
+            with self.lock:
+                self.served += self.prompt + self.tokens
+
+    def stop(self):
+        """Does not wait for the answers that have not come: their connections are shut."""
+        self.done.set()
+        for thread in self.threads:
+            while thread.is_alive():
+                for connection in list(self.sockets.values()):
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                thread.join(0.1)
 
 
 def quantile(values, share):
@@ -100,7 +121,8 @@ def quantile(values, share):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--questions", type=int, default=200, help="of the first part, alone and beside the flood each")
+    parser.add_argument("--rounds", type=int, default=4, help="of the first part")
     parser.add_argument("--seconds", type=float, default=90)
     args = parser.parse_args()
     subprocess.run(["cargo", "build", "--release", "-p", "baton-cli"], cwd=ROOT, check=True)
@@ -113,40 +135,45 @@ def main():
 
 
 def measure(cluster, args):
-    question = lambda: cluster.ask("calm", 600, 8)[0]
+    measure_times(cluster, args)
+    measure_weights(cluster, args)
+
+
+def measure_times(cluster, args):
+    question = lambda: cluster.ask("calm", 600, 8)
     for _ in range(3):
         question()
     times = {"alone": [], "beside a flood": []}
-    times["alone"] = [question() for _ in range(args.questions)]
-    pause = 3 * statistics.median(times["alone"])
-    done, served = threading.Event(), {}
-    threads = floods(cluster, "flood", 24, 3000, 32, done, served)
-    time.sleep(10)
-    waits = cluster.metric("baton_waiting_choices")
-    for _ in range(args.questions):
-        time.sleep(pause)
-        times["beside a flood"].append(question())
-    done.set()
-    for thread in threads:
-        thread.join()
-    print(f"\nTime to the first token of 600-token prompts, {args.questions} questions with pauses; the flood: 24 clients, 3,000-token")
-    print(f"prompts, {waits:.0f} of them waiting in the router when the questions began.\n")
+    waits = []
+    for _ in range(args.rounds):
+        alone = [question() for _ in range(args.questions // args.rounds)]
+        pause = 3 * statistics.median(alone)
+        times["alone"] += alone
+        flood = Flood(cluster, "flood", 24, 3000, 32)
+        time.sleep(10)
+        waits.append(cluster.metric("baton_waiting_choices"))
+        for _ in alone:
+            time.sleep(pause)
+            times["beside a flood"].append(question())
+        flood.stop()
+    print(f"\nTime to the first token of 600-token prompts, {len(times['alone'])} questions with pauses; the flood: 24 clients, 3,000-token")
+    print(f"prompts, at least {min(waits):.0f} of them waiting in the router when the questions began.\n")
     print("| | p50 | p99 |\n| --- | ---: | ---: |")
     for name, values in times.items():
         print(f"| {name} | {1e3 * statistics.median(values):.0f} ms | {1e3 * quantile(values, 0.99):.0f} ms |")
     ratio = [quantile(times["beside a flood"], q) / quantile(times["alone"], q) for q in (0.5, 0.99)]
     print(f"| ratio | {ratio[0]:.2f} | {ratio[1]:.2f} |")
 
-    done, served = threading.Event(), {}
-    threads = floods(cluster, "one", 16, 200, 20, done, served) + floods(cluster, "three", 16, 400, 60, done, served)
+
+def measure_weights(cluster, args):
+    floods = {"one": Flood(cluster, "one", 16, 200, 20), "three": Flood(cluster, "three", 16, 400, 60)}
     time.sleep(args.seconds / 4)
-    before = dict(served)
+    before = {tenant: flood.served for tenant, flood in floods.items()}
     time.sleep(args.seconds)
     waits = cluster.metric("baton_waiting_choices")
-    tokens = {tenant: served.get(tenant, 0) - before.get(tenant, 0) for tenant in ("one", "three")}
-    done.set()
-    for thread in threads:
-        thread.join()
+    tokens = {tenant: flood.served - before[tenant] for tenant, flood in floods.items()}
+    for flood in floods.values():
+        flood.stop()
     print(f"\nTokens served in {args.seconds:.0f} s, both with 16 clients, {waits:.0f} of them waiting in the router at the end: weight 1 {tokens['one']}, weight 3 {tokens['three']}, ", end="")
     print(f"ratio {tokens['three'] / max(1, tokens['one']):.2f}")
 
