@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
 use crate::forecast::Forecast;
-use crate::gate::{InLine, Turn};
+use crate::gate::{InLine, Turn, Waited};
 use crate::sink::Sink;
 use crate::standing::Standing;
 use crate::trace::{Kv, Subject, Trace};
@@ -73,6 +73,7 @@ pub(crate) struct Driver {
     fetch: Option<(WorkerId, FetchBegins)>,
     /// Number of the latest placement, if no worker could take the request.
     unplaced: Option<u64>,
+    waited: Waited,
     trace: Arc<Trace>,
     /// The client goes away, or the process waits no longer.
     broken_off: Dormant<ChoiceInput>,
@@ -114,6 +115,7 @@ impl Driver {
             forecast,
             fetch,
             unplaced,
+            waited: Waited::default(),
             trace,
             broken_off,
         }
@@ -124,11 +126,16 @@ impl Driver {
     /// `line`: where it waits for its turn first.
     pub async fn run(mut self, line: Option<InLine>) {
         if let Some(line) = line {
+            let begun = Instant::now();
             match self.waits(line).await {
-                Ok(turn) => self.sink.begins(turn),
+                Ok(turn) => {
+                    self.waited = Waited::of(begun.elapsed(), &turn, &self.job.standing);
+                    self.sink.begins(turn);
+                }
                 Err(error) => {
                     if error.kind == ErrorKind::ResourceExhausted {
                         self.sink.record().rejected(&error);
+                        self.workers.turned_away(&self.job.request_id, &error);
                     }
                     self.trace.failed(&error);
                     return self.sink.fail(error).await;
@@ -146,7 +153,7 @@ impl Driver {
                 }
                 Some(Effect::Fail(failure)) => {
                     let late = failure.late;
-                    let error = RequestError::from(failure);
+                    let error = RequestError::from(self.waited.tell(failure));
                     if late {
                         self.sink.record().rejected(&error);
                     }
@@ -171,6 +178,9 @@ impl Driver {
     }
 
     async fn waits(&mut self, mut line: InLine) -> Result<Turn, RequestError> {
+        let Job { deadline, slo, .. } = self.job;
+        let limit = slo.and_then(|slo| slo.first_token);
+        let late = limit.map(|limit| Instant::now() + limit).filter(|late| *late < deadline);
         let (kind, why) = tokio::select! {
             biased;
             turn = line.turn() => match turn {
@@ -181,8 +191,9 @@ impl Driver {
                 ChoiceInput::ClientGone => (ErrorKind::Cancelled, "the client went away while its request waited"),
                 _ => (ErrorKind::Unavailable, "the router is stopping; ask another one"),
             },
-            () = self.alarm.rings(Some(self.job.deadline)) => {
-                (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its turn")
+            () = self.alarm.rings(late.or(Some(deadline))) => match limit.filter(|_| late.is_some()) {
+                Some(limit) => return Err(Waited::too_long(limit)),
+                None => (ErrorKind::DeadlineExceeded, "the request's time ran out while it waited for its turn"),
             }
         };
         let error = RequestError::new(kind, why);
@@ -200,7 +211,7 @@ impl Driver {
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
         let left = deadline.saturating_duration_since(now());
-        let slo = slo.map(|slo| Slo { deadline: Some(left), ..slo }).unwrap_or_default();
+        let slo = slo.map(|slo| Slo { deadline: Some(left), ..self.waited.less(slo) }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
         NewRequest {
             prompt,
@@ -214,6 +225,7 @@ impl Driver {
             slo,
             class: standing.class,
             handed_over: standing.handed_over,
+            before: self.waited.before(),
         }
     }
 

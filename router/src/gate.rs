@@ -2,15 +2,20 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use baton_policy::{Asks, Begun, Ticket};
+use baton_policy::{Asks, Begun, Failure, Slo, Ticket};
 use baton_runtime::metrics as names;
-use baton_types::Class;
+use baton_types::{Class, ErrorKind};
 use metrics::gauge;
 use tokio::sync::oneshot;
 
+use crate::error::RequestError;
 use crate::standing::Standing;
 use crate::worker::Workers;
+
+/// A shorter wait for a turn is not told of.
+const TOLD: Duration = Duration::from_millis(100);
 
 type Core = baton_policy::Gate<u64, oneshot::Sender<Turn>>;
 
@@ -30,6 +35,13 @@ pub(crate) struct InLine {
     class: Class,
     ticket: Ticket,
     turn: oneshot::Receiver<Turn>,
+}
+
+/// A choice's wait for its turn, and what that says of the time until its first token.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Waited {
+    so_long: Duration,
+    before: Option<u64>,
 }
 
 /// A choice's room at the workers. Dropping it gives the room back.
@@ -104,7 +116,51 @@ impl Drop for InLine {
     }
 }
 
+impl Waited {
+    /// A choice whose turn it is after so long.
+    pub fn of(so_long: Duration, turn: &Turn, standing: &Standing) -> Waited {
+        // Workers go by shares in interactive work; a later priority comes after all of it.
+        let shares = !standing.class.is_batch() && standing.priority <= 0;
+        Waited { so_long, before: turn.before().filter(|_| shares) }
+    }
+
+    /// Most tokens of prompts that each worker computes before the choice's own; `None`: all that are there.
+    pub fn before(&self) -> Option<u64> {
+        self.before
+    }
+
+    /// What is left of the time to the first token.
+    pub fn less(&self, slo: Slo) -> Slo {
+        Slo { first_token: slo.first_token.map(|limit| limit.saturating_sub(self.so_long)), ..slo }
+    }
+
+    /// The failure of a choice that waited: what it says of times is of those after the wait.
+    pub fn tell(&self, failure: Failure) -> Failure {
+        if !failure.late || self.so_long < TOLD {
+            return failure;
+        }
+        let message = format!("after {:.1} s of waiting for its turn: {}", self.so_long.as_secs_f64(), failure.message);
+        Failure { message, ..failure }
+    }
+
+    /// The error of a choice that waited for its turn as long as its first token may take.
+    pub fn too_long(limit: Duration) -> RequestError {
+        let message = format!(
+            "the request waited for its turn as long as its first token may take ({:.1} s, reject_ttft): more is asked for than the workers \
+             can do, and tenants share; retry later, ask for less at a time, or allow more time",
+            limit.as_secs_f64()
+        );
+        let error = RequestError::new(ErrorKind::ResourceExhausted, message).code("slo_missed");
+        RequestError { retry_after: Some(limit.max(TOLD)), ..error }
+    }
+}
+
 impl Turn {
+    /// Most tokens of prompts that workers compute before this choice's, where they go by tenants' shares.
+    fn before(&self) -> Option<u64> {
+        self.begun.as_ref().map(Begun::before)
+    }
+
     /// The choice has this many tokens more. With the first, its prompt is computed.
     pub fn answered(&mut self, tokens: u32) {
         let Some(begun) = &mut self.begun else { return };

@@ -124,6 +124,19 @@ impl Backlog {
         Backlog { work, coming, room: self.room.saturating_add(batch.blocks), batch: BatchWork::default(), ..self }
     }
 
+    /// The backlog that a request finds whose tenant has a share of its own: of the prompts, at most so many tokens and the step that is being
+    /// computed go before it, however many are here.
+    #[must_use]
+    pub fn for_tenant(self, before: u64) -> Backlog {
+        let StepWork { tokens, pairs, .. } = self.work;
+        let most = before.saturating_add(self.step_tokens.into());
+        if tokens <= most {
+            return self;
+        }
+        let pairs = (pairs as f64 * (most as f64 / tokens as f64)) as u64;
+        Backlog { work: StepWork { tokens: most, pairs, ..self.work }, ..self }
+    }
+
     /// The same backlog with more batch work to do, as [`Backlog::with`].
     #[must_use]
     pub fn with_batch(self, work: StepWork, blocks: u32) -> Backlog {
@@ -187,6 +200,16 @@ mod tests {
         assert_eq!((gives.for_interactive().work.rows, gives.for_interactive().room), (1, 59), "it goes on beside");
         let untold = Backlog { batch: BatchWork::default(), ..busy };
         assert_eq!(untold.for_interactive(), untold, "of a worker that knows no classes all counts");
+    }
+
+    #[test]
+    fn a_tenant_waits_for_its_share_and_for_the_step_that_is_computed() {
+        let work = StepWork { tokens: 4000, pairs: 8000, rows: 3, context: 300 };
+        let busy = Backlog { work, step_tokens: 100, cost: COST, ..Backlog::default() };
+        let found = |before| busy.for_tenant(before).work;
+        assert_eq!(found(900), StepWork { tokens: 1000, pairs: 2000, ..work }, "answers go on");
+        assert_eq!((found(3900), found(u64::MAX)), (work, work));
+        assert_eq!(ms(busy.for_tenant(900).queue()), ms(Backlog { work: found(900), ..busy }.queue()));
     }
 
     /// A worker may say anything.

@@ -135,6 +135,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
             let held = index.find(&names, 32, turn as usize);
             let ask = Ask {
                 handed_over: false,
+                before: None,
                 split: true,
                 decode: None,
                 avoid,

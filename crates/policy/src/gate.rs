@@ -133,6 +133,15 @@ pub struct Begun<K> {
     kv_tokens: u64,
     /// It never has more tokens than this in a pool.
     most: u64,
+    before: u64,
+}
+
+impl<K> Begun<K> {
+    /// Most tokens of prompts of this class that the workers compute before this request's: those that its tenant has there, and others' in the
+    /// same time, as all share by their weights. Workers begin with what has a priority below 0, whosever it is; that is not in it.
+    pub fn before(&self) -> u64 {
+        self.before
+    }
 }
 
 /// The requests of all tenants. `K` names a tenant.
@@ -264,15 +273,23 @@ impl<K: Ord + Clone, T> Side<K, T> {
             held.prompt_tokens += u64::from(tokens);
             held.kv_tokens += kv_tokens;
         });
-        Some((request, Begun { class, tenant, prompt_tokens: tokens, kv_tokens, most }))
+        let own = self.tenants.get(&tenant).map_or(0, |held| held.prompt_tokens);
+        let shared = u128::from(own) * self.weights() / u128::from(weight.max(1));
+        let before = u64::try_from(shared).unwrap_or(u64::MAX).saturating_sub(tokens.into());
+        Some((request, Begun { class, tenant, prompt_tokens: tokens, kv_tokens, most, before }))
+    }
+
+    /// The weights of all that have something at the workers, or wait, together.
+    fn weights(&self) -> u128 {
+        let mut weights: BTreeMap<&K, u32> = self.tenants.iter().map(|(k, held)| (k, held.weight)).collect();
+        weights.extend(self.queue.heads().iter().map(|head| (head.tenant, head.weight)));
+        weights.values().map(|weight| u128::from(*weight)).sum()
     }
 
     /// Whose request begins next, that tenant's weight, and the request's prompt tokens.
     fn next(&self, class: Class, beside: Held, room: &GateRoom) -> Option<(K, u32, u32)> {
         let heads = self.queue.heads();
-        let mut weights: BTreeMap<&K, u32> = self.tenants.iter().map(|(k, held)| (k, held.weight)).collect();
-        weights.extend(heads.iter().map(|head| (head.tenant, head.weight)));
-        let weights: u128 = weights.values().map(|weight| u128::from(*weight)).sum();
+        let weights = self.weights();
         let all = self.all.plus(beside);
         // By so much the first one's standing changes when it begins.
         let first =

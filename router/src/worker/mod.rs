@@ -34,6 +34,7 @@ use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use crate::config::{PlacementKind, RouterConfig};
+use crate::error::RequestError;
 use crate::explain::Explanations;
 use crate::model::ServedModel;
 use crate::trace::Traces;
@@ -285,6 +286,11 @@ impl Workers {
         }
         let number = self.explanations.placed(request, &chosen, failed);
         Placement { chosen, number }
+    }
+
+    /// Remembers why a request is not placed at all.
+    pub fn turned_away(&self, request: &RequestId, error: &RequestError) {
+        self.explanations.placed(request, &Err(Failure::new(error.kind, error.message.clone())), None);
     }
 
     /// Has a worker take a prefix from another one, if both are there and not too many move.

@@ -32,7 +32,7 @@ fn and_holds(event: CacheEvent, names: &[BlockName]) -> CacheEvent {
     CacheEvent { tally: Some(CacheTally { blocks: names.len() as u64, sum }), ..event }
 }
 
-fn predicted() -> RouterConfig {
+pub(crate) fn predicted() -> RouterConfig {
     RouterConfig { placement: PlacementKind::Predicted, ..config() }
 }
 
@@ -125,7 +125,7 @@ async fn a_worker_is_followed_anew_when_it_is_back() {
 }
 
 /// What a worker says that gives so many answers.
-fn gives(rows: u64) -> Vec<Event> {
+pub(crate) fn gives(rows: u64) -> Vec<Event> {
     let cost = Some(StepCost { base: 0.01, row: 1e-3, token: 1e-4, ..StepCost::default() });
     let (context, room) = (100 * rows, 1000);
     vec![Event::Load(LoadEvent { rows, context, room, step_tokens: 512, cost, ..LoadEvent::default() })]
@@ -163,7 +163,7 @@ async fn a_prompt_goes_where_there_is_least_to_do() {
 }
 
 /// A worker that computes prompts says that so many tokens are queued; each takes a millisecond.
-fn queues(tokens: u64) -> Vec<Event> {
+pub(crate) fn queues(tokens: u64) -> Vec<Event> {
     let cost = Some(StepCost { base: 0.01, row: 1e-3, token: 1e-3, ..StepCost::default() });
     vec![Event::Load(LoadEvent { tokens, room: 1000, step_tokens: 512, cost, ..LoadEvent::default() })]
 }

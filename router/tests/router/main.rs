@@ -19,6 +19,7 @@ mod recovery;
 mod refused;
 mod responses;
 mod serving;
+mod shares;
 mod stalls;
 mod structured;
 mod tenants;

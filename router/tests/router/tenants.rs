@@ -18,10 +18,10 @@ use tonic::{Code, Request};
 use tower::Service;
 
 /// Of the keys "one" and "two".
-const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
-const TWO: &str = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
+pub(crate) const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
+pub(crate) const TWO: &str = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
 
-fn write(path: &Path, tenants: &[(&str, &str, &str)]) {
+pub(crate) fn write(path: &Path, tenants: &[(&str, &str, &str)]) {
     let entry = |(name, hash, more): &(&str, &str, &str)| {
         format!("[[tenants]]\nname = '{name}'\nsha256 = ['{hash}']\n{more}\n")
     };
@@ -37,7 +37,7 @@ async fn cluster(tenants: &[(&str, &str, &str)]) -> (Cluster, tempfile::TempDir)
     (Cluster::with(settings, 0, 1, &["hello"]).await, folder)
 }
 
-async fn ask(cluster: &Cluster, key: Option<&str>, body: &Value) -> Response {
+pub(crate) async fn ask(cluster: &Cluster, key: Option<&str>, body: &Value) -> Response {
     let request = cluster.http.post(cluster.url("/v1/completions")).json(body);
     let request = match key {
         Some(key) => request.bearer_auth(key),
@@ -46,7 +46,7 @@ async fn ask(cluster: &Cluster, key: Option<&str>, body: &Value) -> Response {
     request.send().await.unwrap()
 }
 
-async fn error(response: Response) -> (u16, Value) {
+pub(crate) async fn error(response: Response) -> (u16, Value) {
     let status = response.status().as_u16();
     let body: Value = response.json().await.unwrap();
     (status, body["error"]["code"].clone())

@@ -46,6 +46,19 @@ fn prompts_begin_while_they_fit_and_one_for_each_worker_always() {
 }
 
 #[test]
+fn what_goes_before_a_prompt_is_its_tenants_and_others_by_their_shares() {
+    let mut gate = Tenants::default();
+    let mut before = |tenant, weight, tokens| {
+        push(&mut gate, tenant, weight, tokens, 0);
+        gate.begin(&ROOM).map(|(_, begun)| begun.before())
+    };
+    assert_eq!((before("flood", 1, 400), before("flood", 1, 500)), (Some(0), Some(400)), "of one tenant one by one");
+    assert_eq!(before("flood", 1, 500), None, "it waits");
+    assert_eq!(before("calm", 1, 90), Some(90), "the flood has as much in the same time, however much it has there");
+    assert_eq!(before("calm", 2, 10), Some(140), "it is done when 100 of its tokens are, and 50 of the flood's");
+}
+
+#[test]
 fn the_room_is_that_of_all_workers_that_stay() {
     let decode = Member { role: Role::Decode, blocks: 10, block_size: 16, ..baton_membership::testing::member(1) };
     let room = |members: &[Member]| GateRoom::together(members.iter(), 1000);

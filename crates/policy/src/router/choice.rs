@@ -58,6 +58,8 @@ pub struct NewRequest {
     pub class: Class,
     /// A prefill worker is to compute the prompt, where there is one, however short it is.
     pub handed_over: bool,
+    /// Most tokens of prompts that each worker computes before this one's, as its tenant has a share of its own; `None`: all that are there.
+    pub before: Option<u64>,
 }
 
 /// How long to wait for a worker whose stream is open and that sends nothing. Then the request goes on elsewhere. Its process may be alive
@@ -469,7 +471,7 @@ impl Choice {
                 let emitted = self.machine.emitted().len() as u32;
                 let tokens = self.request.prompt.len() as u32 + emitted;
                 let most = self.request.limits.max_tokens.saturating_sub(emitted);
-                let NewRequest { class, handed_over, .. } = self.request;
+                let NewRequest { class, handed_over, before, .. } = self.request;
                 let slo = if self.placed.is_none() { self.request.slo } else { Slo::default() };
                 self.todo.push_back(Effect::Place(Ask {
                     split,
@@ -481,6 +483,7 @@ impl Choice {
                     most,
                     slo,
                     class,
+                    before,
                 }));
             }
             Action::OpenDecode { worker, local } => {

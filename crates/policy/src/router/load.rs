@@ -49,6 +49,11 @@ impl Load {
         self.forget(at);
     }
 
+    /// Routers that place requests here; 1 at least.
+    pub fn routers(&self) -> u64 {
+        self.routers.max(1).into()
+    }
+
     /// Whether the worker has learned how long prompts take.
     pub fn knows_prompts(&self) -> bool {
         self.told.is_some_and(|(told, _)| told.cost.chunk + told.cost.token + told.cost.pair > 0.0)
@@ -93,7 +98,7 @@ impl Load {
         if self.routers == 1 && in_flight == 0 {
             (told.work, told.coming, told.batch) = (StepWork::default(), Coming::default(), BatchWork::default());
         }
-        let routers = u64::from(self.routers.max(1));
+        let routers = self.routers();
         let add = |backlog: Backlog, sent: &Sent| {
             let Adds { work: StepWork { tokens, pairs, rows, context }, blocks, class, .. } = sent.adds;
             let [tokens, pairs, rows, context] = [tokens, pairs, rows, context].map(|n| n.saturating_mul(routers));

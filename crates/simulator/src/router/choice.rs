@@ -74,6 +74,7 @@ impl World {
             slo: Default::default(),
             class: Class::of(client.priority),
             handed_over: false,
+            before: None,
         };
         self.note(|| format!("request {request} comes to router {place}: {:?} tokens", new.prompt.len()));
         let choice = Choice::start(new, at);

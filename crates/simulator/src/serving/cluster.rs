@@ -186,6 +186,7 @@ impl<'a> Cluster<'a> {
         let ask = Ask {
             split: true,
             handed_over: false,
+            before: None,
             decode: None,
             avoid: Vec::new(),
             names: Arc::clone(&names),

@@ -36,6 +36,8 @@ pub struct Ask {
     pub slo: Slo,
     /// Batch requests wait for all that a worker has to do, interactive ones for other interactive ones alone.
     pub class: Class,
+    /// Most tokens of prompts that each worker computes before this one's, for each router; `None`: all that are there.
+    pub before: Option<u64>,
 }
 
 /// Which workers say that they hold how much of the prompt, those with most first.
@@ -77,7 +79,7 @@ impl Fleet {
         let held = Held { blocks: ask.names.len(), by: pool, stored: store };
         let answer = (self.answer as u32).min(ask.most);
         let late = self.late.map_or(f64::INFINITY, |from| from.as_secs_f64());
-        let Ask { ref avoid, split, handed_over, decode, tokens, mut slo, class, .. } = *ask;
+        let Ask { ref avoid, split, handed_over, decode, tokens, mut slo, class, before, .. } = *ask;
         // As long as nobody knows how long a prompt takes, nobody misses a deadline for it.
         slo.deadline = slo.deadline.filter(|_| roster.knows_prompts());
         let input = PlacementInput {
@@ -106,7 +108,7 @@ impl Fleet {
             [(some.as_deref(), &well), (None, &well), (None, &there), (None, &|_| true)];
         let mut chosen = Err(PlacementError::NoDecodeWorker { model: model.clone(), draining: 0 });
         for (places, fit) in tries {
-            chosen = placement.place(&roster.candidates(places, (model, class), now, fit), &input);
+            chosen = placement.place(&roster.candidates(places, (model, class, before), now, fit), &input);
             match chosen {
                 Ok(_) => break,
                 // Workers that are lost, or do worse than others, are no faster. But those that were looked at may not be the fastest.

@@ -53,6 +53,8 @@ pub(super) struct Worker {
 
 /// Which workers are fit for a request.
 pub(super) type Fit<'a> = &'a dyn Fn(&Worker) -> bool;
+/// A request's model, class, and most tokens of prompts before it that come from one router.
+pub(super) type For<'a> = (&'a str, Class, Option<u64>);
 
 impl Worker {
     fn new(member: &Member, model: &str, joined: u64) -> Worker {
@@ -89,12 +91,15 @@ impl Worker {
         self.apart.is_none_or(|until| until <= now)
     }
 
-    fn candidate<'a>(&'a self, model: &'a str, class: Class, now: Instant) -> Candidate<'a> {
+    fn candidate<'a>(&'a self, (model, class, before): For<'a>, now: Instant) -> Candidate<'a> {
         let Worker { id, role, layout, ref links, .. } = *self;
         let exchanges = if self.gives(now) { self.exchanges } else { 0 };
         let (draining, in_flight) = (self.drains(), self.in_flight());
         let load = self.load.now(in_flight, now);
         let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
+        // Each router lets as much of the tenant's in as this one.
+        let before = before.map(|before| before.saturating_mul(self.load.routers()));
+        let load = load.map(|load| before.map_or(load, |before| load.for_tenant(before)));
         Candidate { id, role, model, layout, draining, in_flight, load, links, exchanges }
     }
 }
@@ -186,17 +191,15 @@ impl Roster {
         self.serving().any(|worker| worker.load.knows_prompts())
     }
 
-    /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them for a request of this
-    /// class.
+    /// Those of these places, or of all where there are none, that serve the model and are `fit`, as placement sees them for such a request.
     pub fn candidates<'a>(
         &'a self,
         places: Option<&[usize]>,
-        (model, class): (&'a str, Class),
+        request: For<'a>,
         now: Instant,
         fit: Fit<'_>,
     ) -> Vec<Candidate<'a>> {
-        let candidate =
-            |worker: &'a Worker| (worker.serves && fit(worker)).then(|| worker.candidate(model, class, now));
+        let candidate = |worker: &'a Worker| (worker.serves && fit(worker)).then(|| worker.candidate(request, now));
         match places {
             Some(places) => places.iter().filter_map(|place| candidate(&self.workers[*place])).collect(),
             None => self.workers.iter().filter_map(candidate).collect(),

@@ -56,6 +56,7 @@ fn ask() -> Ask {
         most: 100,
         slo: Slo::default(),
         class: Class::default(),
+        before: None,
     }
 }
 
@@ -430,6 +431,23 @@ fn batch_work_is_in_the_way_of_batch_requests_alone() {
     };
     assert!((1.0..2.0).contains(&queue(Class::Interactive)));
     assert!(queue(Class::Batch) > 9.0);
+}
+
+#[test]
+fn the_prompts_of_others_are_in_a_tenants_way_as_far_as_it_shares_with_them() {
+    let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
+    fleet.update(view(vec![member(D1, Role::Decode)]));
+    let (now, work) = (Instant::now(), StepWork { tokens: 9000, ..StepWork::default() });
+    let cost = StepCost { token: 1e-3, ..StepCost::default() };
+    let mut queue = |routers, before| {
+        fleet.told(D1, Backlog { work, room: 1000, step_tokens: 500, cost, ..Backlog::default() }, routers, now);
+        let chosen = fleet.place(&Ask { before, ..ask() }, &[], now).unwrap();
+        fleet.begun(&chosen);
+        chosen.why.unwrap().terms.queue
+    };
+    assert!((2.5..3.0).contains(&queue(2, Some(1000))), "a step of 500 tokens is being computed");
+    assert!((4.5..5.5).contains(&queue(4, Some(1000))), "each router lets as much in");
+    assert!(queue(2, None) > 9.0);
 }
 
 /// A worker that fetches a prefix has the rest to compute: the next prompt waits for that. While its network lets nothing through, it fetches none.

@@ -122,6 +122,7 @@ impl Scene {
             slo: Default::default(),
             class: Class::Interactive,
             handed_over: false,
+            before: None,
         });
         let mut choice = Choice::start(new, now);
         let effects = effects(&mut choice);
