@@ -2,6 +2,7 @@
 //! same answers (I1); what is damaged is computed again (I2).
 #![allow(clippy::unwrap_used)]
 
+mod disks;
 mod objects;
 mod s3;
 

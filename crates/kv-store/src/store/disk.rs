@@ -87,7 +87,13 @@ impl Store {
         self.settle(name, place, old, ok && wanted);
         match old {
             Some(old) => self.moved(name, old, buffer),
-            None => self.ends_writing(name, buffer),
+            None => {
+                self.ends_writing(name, buffer);
+                if !ok {
+                    // Once writes go on.
+                    self.look_at(name);
+                }
+            }
         }
     }
 

@@ -37,6 +37,25 @@ fn a_disk_that_takes_no_writes_costs_no_put_and_is_tried_again() {
     assert!(rig.store.blocks(Tier::Disk) > 5, "the disk is well again");
 }
 
+/// Otherwise it would be lost with the process, though the disk has been well since.
+#[test]
+fn what_could_not_be_written_is_written_later() {
+    let mut rig = begun(config(8));
+    rig.fails.0 = true;
+    for number in 0..4 {
+        rig.put(number * 5);
+        rig.settle();
+    }
+    assert!(rig.store.counters().disk_errors > 0);
+    rig.fails.0 = false;
+    for _ in 0..20 {
+        rig.now = rig.now.after_ms(1000);
+        rig.feed(Input::Tick);
+        rig.settle();
+    }
+    assert_eq!(rig.store.blocks(Tier::Disk), 4);
+}
+
 #[test]
 fn a_disk_that_cannot_be_read_is_a_miss() {
     let mut rig = begun(config(8));
