@@ -90,6 +90,38 @@ fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result
     cluster.stop()
 }
 
+/// Neither by an answer nor by its time can a client find out what another tenant's prompts are: nothing of theirs is looked up, loaded or counted.
+#[test]
+fn what_another_tenant_stored_is_computed() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let cluster = Cluster::start(options(model.path(), 200, Some(folder.path()))?)?;
+    let want = all_on_disk(&cluster)?;
+    let counted = || -> anyhow::Result<[f64; 3]> {
+        let hits = metric(&cluster, "baton_kv_tier_hit_tokens_total", "")?;
+        let (loaded, computed) = (
+            metric(&cluster, "baton_kv_loaded_tokens_total", "")?,
+            metric(&cluster, "baton_prefill_tokens_total", "")?,
+        );
+        Ok([hits, loaded, computed])
+    };
+    let before = counted()?;
+    let client = cluster.client()?;
+    for which in 0..PROMPTS {
+        let request =
+            v1::GenerateRequest { cache_salt: "another".to_owned(), ..sampled(prompt(PROMPT, which), 6, which) };
+        let answer = cluster.block_on(client.ask(request))?;
+        let usage = answer.finish.as_ref().and_then(|f| f.usage).context("usage")?;
+        ensure!((answer.ids == want[which as usize], usage.cached_tokens) == (true, 0), "I1: {answer:?}");
+        cluster.wait_idle()?;
+    }
+    // Longer than between two updates of the metrics.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let [hits, loaded, computed] = counted()?;
+    ensure!([hits, loaded] == before[..2], "{hits} tokens found and {loaded} loaded, {before:?} before");
+    ensure!(computed - before[2] == (PROMPT as u64 * PROMPTS) as f64, "{} tokens computed", computed - before[2]);
+    cluster.stop()
+}
+
 /// Prompts that were asked twice are on disk. A worker that is killed at once finds them there when it is back, and so does the next cluster.
 #[test]
 fn a_restarted_worker_finds_what_was_on_disk() -> anyhow::Result<()> {
