@@ -2,10 +2,10 @@
 """How much sooner a prompt is answered whose prefix is in the pool, in host memory, on disk or in an object store, than one that is computed.
 
     bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL]
-        One worker that computes and answers, with a pool of 256 MiB. Each prompt is answered once (computed), again (from the pool), again after others
+        One worker that computes and answers, with a small pool. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
-        the first token of each, and then how the time between the tokens of
-        another answer changes while prefixes are loaded from host memory.
+        the first token of each, and then how the time between the tokens of another answer changes while prompts come whose prefixes are in the pool, or
+        are loaded from host memory. At last the prefixes are in another process of the cluster, and come over shared memory and over TCP.
         With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 
 target/release/baton must be built. The machine should be idle.
@@ -25,12 +25,16 @@ import time
 from cluster import Cluster, random_ids
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Seconds between the prompts that come beside an answer.
+PAUSE = 0.2
+# Prompts of which a tenant tries to find out whether another one has asked them, and the tokens of each.
+SECRETS, SECRET = 60, 500
 
 
-def ask(cluster, ids, tokens=2):
+def ask(cluster, ids, tokens=2, tenant="one"):
     """Seconds to the first token, seconds between the later ones, and tokens of the prompt that were not computed."""
     path, body = cluster.completion(ids, tokens)
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, "cache_salt": tenant}
     connection = http.client.HTTPConnection("127.0.0.1", cluster.port)
     begun, times, cached = time.perf_counter(), [], None
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -70,7 +74,7 @@ def restart(cluster):
 
 def times(options, disk):
     below = ["--kv-object", options.object] if options.object else ["--kv-disk", disk, "--kv-disk-size", "4GiB"]
-    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", "256MiB", "--kv-host", "2GiB", *below])
+    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, "--kv-host", "2GiB", *below])
     lowest = "object store" if options.object else "disk"
     salt = iter(range(1, 1_000_000))
     try:
@@ -83,8 +87,8 @@ def times(options, disk):
                     ask(cluster, before)
                 for tier in of:
                     if tier == "host memory":
-                        for _ in range(-(-12_000 // length)):
-                            ask(cluster, random_ids(length, next(salt)))
+                        for _ in range(-(-options.evict // options.evicts)):
+                            ask(cluster, random_ids(options.evicts, next(salt)))
                         # Until what the last of them left is saved: its blocks are in use meanwhile.
                         time.sleep(1)
                     if tier == lowest:
@@ -99,33 +103,87 @@ def times(options, disk):
                     if (cached >= length - 16) != (tier != "computed"):
                         raise SystemExit(f"{tier}: {cached} of {length} tokens were cached")
                     of[tier].append(first)
-            computed = statistics.median(of["computed"])
-            print(f"{options.model}, {length} tokens")
-            for tier, firsts in of.items():
-                median = statistics.median(firsts)
-                print(f"  {tier:12} {median * 1e3:9.1f} ms to the first token, {computed / median:6.1f} times as soon as computed")
+            tell(f"{options.model}, {length} tokens", of)
         beside(cluster, options, salt)
+        secret(cluster, salt)
+    finally:
+        cluster.close()
+    for transport in ("shm", "tcp"):
+        peers(options, transport)
+
+
+def secret(cluster, salt):
+    """Whether the time to the first token tells a tenant which prompts another one has asked: ranks of both kinds of times, compared (Mann and Whitney)."""
+    stored = [random_ids(SECRET, next(salt)) for _ in range(SECRETS)]
+    for prompt in stored:
+        ask(cluster, prompt, tenant="one")
+    times = []
+    for prompt in stored:
+        for kind, ids in (("stored", prompt), ("new", random_ids(SECRET, next(salt)))):
+            times.append((ask(cluster, ids, tenant="two")[0], kind))
+    of = {kind: [seconds for seconds, which in times if which == kind] for kind in ("stored", "new")}
+    ranks = sum(rank for rank, (_, kind) in enumerate(sorted(times), 1) if kind == "stored")
+    count = len(stored)
+    z = (ranks - count * (2 * count + 1) / 2) / (count * count * (2 * count + 1) / 12) ** 0.5
+    print(f"  first token of {SECRET} tokens that another tenant has stored: {statistics.median(of['stored']) * 1e3:.1f} ms, that are new: "
+          f"{statistics.median(of['new']) * 1e3:.1f} ms, medians of {count}; z = {z:.2f} (nothing can be told below 2)")
+
+
+def peers(options, transport):
+    """The time to the first token where another process of the cluster, a KV store, holds the prefix and the worker that is asked is new."""
+    stores = ["--kv-stores", "1", "--kv-store-memory", "2GiB", "--transport", transport]
+    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, *stores])
+    try:
+        ask(cluster, random_ids(500, 1))
+        for at, length in enumerate(options.lengths):
+            computed, fetched = [], []
+            for round in range(options.rounds):
+                prompt = random_ids(length, 1_000 * (at + 2) + round)
+                computed.append(ask(cluster, prompt)[0])
+                # Until the store has taken it and the router has heard of that.
+                time.sleep(3)
+                restart(cluster)
+                # A first fetch opens the session between the two.
+                ask(cluster, random_ids(500, 1))
+                time.sleep(1)
+                first, _, cached = ask(cluster, prompt)
+                if cached < length - 16:
+                    raise SystemExit(f"another process, {transport}: {cached} of {length} tokens were cached")
+                fetched.append(first)
+            tell(f"{options.model}, {length} tokens, another process", {"computed": computed, transport: fetched})
     finally:
         cluster.close()
 
 
+def tell(what, of):
+    computed = statistics.median(of["computed"])
+    print(what)
+    for tier, firsts in of.items():
+        median = statistics.median(firsts)
+        print(f"  {tier:12} {median * 1e3:9.1f} ms to the first token, {computed / median:6.1f} times as soon as computed", flush=True)
+
+
 def beside(cluster, options, salt):
-    """The time between tokens of an answer, alone and while prefixes of others are loaded."""
+    """The time between tokens of an answer: alone, while prompts come whose prefixes are in the pool, and while theirs are loaded."""
     length = options.lengths[0]
     prompts = [random_ids(length, next(salt)) for _ in range(8)]
     for prompt in prompts:
         ask(cluster, prompt)
+    time.sleep(1)
     percentile = lambda gaps, share: sorted(gaps)[int(len(gaps) * share)] * 1e3
-    for loads in (False, True):
-        gaps = []
-        thread = threading.Thread(target=lambda: gaps.extend(ask(cluster, random_ids(64, next(salt)), 400)[1]))
+    for where, prompts in (("alone", []), ("pool", prompts[-2:]), ("host memory", prompts)):
+        gaps, firsts = [], []
+        thread = threading.Thread(target=lambda: gaps.extend(ask(cluster, random_ids(64, next(salt)), 1500)[1]))
         thread.start()
-        count = 0
-        while loads and thread.is_alive():
-            ask(cluster, prompts[count % len(prompts)], 1)
-            count += 1
+        while prompts and thread.is_alive():
+            first, _, cached = ask(cluster, prompts[len(firsts) % len(prompts)], 1)
+            if cached < length - 16:
+                raise SystemExit(f"{where}: {cached} of {length} tokens were cached")
+            firsts.append(first)
+            time.sleep(PAUSE)
         thread.join()
-        print(f"  between tokens of another answer{f' while {count} prefixes of {length} tokens came' if loads else ', alone'}: "
+        came = f" while {len(firsts)} prefixes of {length} tokens came from {where}, {statistics.median(firsts) * 1e3:.0f} ms each" if firsts else ", alone"
+        print(f"  between tokens of another answer{came}: "
               f"median {percentile(gaps, 0.5):.1f} ms, p90 {percentile(gaps, 0.9):.1f} ms, p99 {percentile(gaps, 0.99):.1f} ms")
 
 
@@ -134,6 +192,9 @@ def main():
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--lengths", default="2000,8000", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--pool", default="256MiB", help="a worker's pool: two prompts of the longest at least")
+    parser.add_argument("--evict", default=12_000, type=int, help="tokens of other prompts after which none of a prompt is in the pool")
+    parser.add_argument("--evicts", default=2_000, type=int, help="tokens of each of these")
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
     parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
     parser.add_argument("--baton", default=ROOT / "target/release/baton", type=pathlib.Path, help="default: target/release/baton")
