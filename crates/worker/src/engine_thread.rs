@@ -239,7 +239,10 @@ impl<S: Shell> Thread<S> {
             self.feed(Input::Turn);
             self.reporter.report(&self.core);
             self.reporter.report_cache(&mut self.core);
-            self.tiers.iter_mut().for_each(TiersShell::count);
+            if let Some(tiers) = &mut self.tiers {
+                tiers.answers(self.core.engine().answers().next().is_some());
+                tiers.count();
+            }
         }
     }
 

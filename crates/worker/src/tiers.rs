@@ -2,6 +2,7 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
 mod copier;
+mod manners;
 pub(crate) mod memory;
 mod pace;
 
@@ -20,6 +21,7 @@ use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
 use copier::Copier;
+use manners::Manners;
 use memory::Memory;
 use metrics::{counter, gauge};
 use pace::Paces;
@@ -39,7 +41,7 @@ const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 /// How many blocks a load may be shorter than what is held, where a layer group lacks some.
 const MOST_SHORTER: usize = 64;
-/// Metrics are updated so often.
+/// Metrics are updated so often, and the store is told the time.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
 /// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
 const NUMERICS: u64 = 1;
@@ -52,6 +54,7 @@ pub(crate) struct TiersShell {
     block_bytes: usize,
     layout: KvLayout,
     pace: Arc<Paces>,
+    manners: Arc<Manners>,
     loads: mpsc::Sender<Load>,
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way; set: it is given up.
@@ -160,10 +163,12 @@ impl TiersShell {
         let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
+        let manners = Arc::<Manners>::default();
         // Each thread has a queue to the device of its own.
         let copier = || -> Result<Copier, WorkerError> {
-            let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
-            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead, garbled: Arc::clone(&garbled) })
+            let (store, geometry, manners) = (Arc::clone(&store), node.geometry.clone(), Arc::clone(&manners));
+            let memory = Memory::of(&node.pool)?;
+            Ok(Copier { store, memory, geometry, ahead, manners, garbled: Arc::clone(&garbled) })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new(Paces::new());
@@ -186,7 +191,7 @@ impl TiersShell {
         })?;
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted, garbled })
+        Ok(TiersShell { store, clock, block_bytes, layout, pace, manners, loads, saves, loading, counted, garbled })
     }
 
     /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
@@ -219,7 +224,9 @@ impl TiersShell {
         }
         let nanos = |(tier, _): &(Tier, u32)| self.pace.of(*tier);
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
-        let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
+        let (rests, most) = self.manners.rests(blocks * self.block_bytes);
+        let patience = Duration::try_from_secs_f64((seconds + most) * PATIENCE).unwrap_or(Duration::MAX);
+        let (seconds, patience) = (seconds + rests, patience.max(LEAST_PATIENCE));
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
         let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
         let prefix = Prefix { request_id: request_id.clone(), tokens, prefix, deadline };
@@ -263,12 +270,18 @@ impl TiersShell {
         (first < names.len()).then_some(Command::Save(prefix, first as u32))
     }
 
+    /// Sets whether answers are given: then copies give way to them.
+    pub fn answers(&self, answering: bool) {
+        self.manners.answers(answering);
+    }
+
     /// Updates the metrics of what the store counts by itself, every now and then.
     pub fn count(&mut self) {
         if self.counted.elapsed() < COUNT_EVERY {
             return;
         }
         self.counted = Instant::now();
+        self.store.tick();
         let counters = self.store.counters();
         for (at, tier) in Tier::ALL.into_iter().enumerate() {
             let name = tier.as_str();

@@ -36,7 +36,8 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
     let memory = Memory::of(&pool(&segment)).unwrap();
-    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2, garbled: Arc::default() }, segment }
+    let (store, manners, garbled) = (Arc::clone(store), Arc::default(), Arc::default());
+    Pair { copier: Copier { store, memory, geometry, ahead: 2, manners, garbled }, segment }
 }
 
 fn store() -> Arc<KvStore> {
