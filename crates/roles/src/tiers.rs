@@ -9,12 +9,16 @@
 //! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by
 //! block, as far as the store lacks it.
 
+mod held;
+
 use std::collections::BTreeMap;
 
 use baton_engine::{BlockTable, Engine, Event, Exchange as Prefix, HOLE};
 use baton_types::{BlockId, SeqId, Time};
 
 use crate::submit::{Desk, clear};
+
+pub use held::{Copied, first_lacking, usable};
 
 /// Most loads, and most saves, at a time (I5).
 pub(crate) const MOST: usize = 16;

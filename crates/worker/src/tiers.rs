@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use baton_engine::{BlockName, Exchange as Prefix, NewSequence, Prefix as CacheKey};
 use baton_kv_store::{Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
 use baton_proto::v1;
-use baton_roles::tiers::{Command, Effect, Move};
+use baton_roles::tiers::{Command, Effect, Move, first_lacking, usable};
 use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
@@ -39,8 +39,6 @@ const DISK_THREADS: usize = 4;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
-/// How many blocks a load may be shorter than what is held, where a layer group lacks some.
-const MOST_SHORTER: usize = 64;
 /// Metrics are updated so often, and the store is told the time.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
 /// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
@@ -218,7 +216,7 @@ impl TiersShell {
         let held = self.store.held_groups(&names);
         self.store.seen(names);
         let most = held.len().min(tokens.len().saturating_sub(1) / size as usize);
-        let blocks = usable(&self.layout, &held[..most]);
+        let blocks = usable(&self.layout, &groups(&held[..most]));
         if (blocks as u32) * size < LEAST {
             return None;
         }
@@ -265,9 +263,8 @@ impl TiersShell {
         let moves = prefix.moves(size);
         let names: Vec<BlockName> = prefix.prefix.root.chain(&prefix.tokens[..moves as usize], size).collect();
         let held = self.store.held_groups(&names);
-        let there = |at: &usize| held.get(*at).is_some_and(|(_, groups)| lacks(&self.layout, moves, *at, *groups) == 0);
-        let first = (0..names.len()).take_while(there).count();
-        (first < names.len()).then_some(Command::Save(prefix, first as u32))
+        let first = first_lacking(&self.layout, names.len(), &groups(&held))?;
+        Some(Command::Save(prefix, first))
     }
 
     /// Sets whether answers are given: then copies give way to them.
@@ -300,20 +297,9 @@ impl TiersShell {
     }
 }
 
-/// Of a block of a prefix of so many tokens: the layer groups that a later token sees, and that are not among these.
-fn lacks(layout: &KvLayout, tokens: u32, at: usize, groups: u32) -> u32 {
-    let seen = layout.groups.iter().map(|group| group.live(tokens, layout.block_size).contains(at as u32));
-    let seen = (0u32..).zip(seen).fold(0, |all, (group, seen)| all | u32::from(seen) << group);
-    seen & !groups
-}
-
-/// How many leading blocks a prompt can go on from, of those that are held: layer groups with a window need those that their window sees from there.
-fn usable(layout: &KvLayout, held: &[(Tier, u32)]) -> usize {
-    let whole = |blocks: &usize| {
-        let tokens = *blocks as u32 * layout.block_size;
-        (0..*blocks).all(|at| lacks(layout, tokens, at, held[at].1) == 0)
-    };
-    (1..=held.len()).rev().take(MOST_SHORTER).find(whole).unwrap_or(0)
+/// The layer groups of each block that is held.
+fn groups(held: &[(Tier, u32)]) -> Vec<u32> {
+    held.iter().map(|(_, groups)| *groups).collect()
 }
 
 #[cfg(test)]

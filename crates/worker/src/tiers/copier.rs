@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
-use baton_roles::tiers::{Move, is_hole};
+use baton_roles::tiers::{Copied, Move, is_hole};
 use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
@@ -38,21 +38,10 @@ pub(super) struct Copier {
 impl Copier {
     /// The keys of a move's blocks, each with its blocks in the pool, by group.
     pub fn keys(&self, what: &Move) -> Vec<(BlockKey, Vec<BlockId>)> {
-        let size = self.store.shape().block_size();
-        let (prefix, count) = (&what.prefix, what.blocks.first().map_or(0, Vec::len));
-        let mut parent = prefix.prefix.root;
-        let mut keys = Vec::with_capacity(count);
-        for (at, tokens) in prefix.tokens.chunks_exact(size as usize).enumerate().take(what.first as usize + count) {
-            let name = parent.then(tokens);
-            if let Some(at) = at.checked_sub(what.first as usize) {
-                let blocks: Vec<BlockId> = what.blocks.iter().filter_map(|list| list.get(at).copied()).collect();
-                let groups = (0u32..).zip(&blocks).filter(|(_, block)| !is_hole(**block));
-                let groups = groups.fold(0, |all, (group, _)| all | 1 << group);
-                keys.push((BlockKey { name, parent, tokens: tokens.into(), groups }, blocks));
-            }
-            parent = name;
-        }
-        keys
+        let key = |Copied { name, parent, tokens, groups, blocks }| {
+            (BlockKey { name, parent, tokens: tokens.into(), groups }, blocks)
+        };
+        what.copies(self.store.shape().block_size()).into_iter().map(key).collect()
     }
 
     /// Copies blocks into the pool. False: not all of them are there, and none may be used.

@@ -231,24 +231,6 @@ impl DeviceQueue for Odd {
 }
 
 /// Layer group 1 of the tiny layout sees four tokens before the next one: a block.
-#[test]
-fn a_prompt_goes_on_from_where_each_window_is_whole() {
-    let layout = tiny_layout(4);
-    let of = |groups: &[u32]| usable(&layout, &groups.iter().map(|groups| (Tier::Host, *groups)).collect::<Vec<_>>());
-    assert_eq!([of(&[1, 1, 3]), of(&[1, 3, 1]), of(&[1, 1, 1]), of(&[2, 3, 3]), of(&[])], [3, 2, 0, 0, 0]);
-    assert_eq!([lacks(&layout, 12, 2, 1), lacks(&layout, 12, 1, 1), lacks(&layout, 12, 1, 0)], [2, 0, 1]);
-}
-
-/// Of a move, the names follow from all blocks before it.
-#[test]
-fn keys_begin_where_the_move_does() {
-    let copier = copier(1, &store()).copier;
-    let moved = what([[BlockId(3), BlockId(0)], [HOLE, BlockId(5)]]);
-    let names: Vec<BlockName> = BlockName::default().chain(&moved.prefix.tokens, 4).collect();
-    let keys: Vec<_> = copier.keys(&moved).into_iter().map(|(key, _)| (key.parent, key.name, key.groups)).collect();
-    assert_eq!(keys, [(names[0], names[1], 0b01), (names[1], names[2], 0b11)]);
-}
-
 /// I2
 #[test]
 fn a_block_that_is_not_as_it_was_stored_is_not_loaded() {
