@@ -297,6 +297,11 @@ impl<R: RoleCore> WorkerCore<R> {
         &self.exchange
     }
 
+    /// Whether this is a sequence whose blocks move between the pool and the worker's store.
+    pub fn stores(&self, seq: SeqId) -> bool {
+        self.tiers.owns(seq)
+    }
+
     /// The role, to look at.
     pub fn role(&self) -> &R {
         &self.role

@@ -119,6 +119,7 @@ fn main() -> Result<(), String> {
         "{} prefixes fetched, not fetched: {:?}; {} rows computed on fetched KV",
         sum.fetched, sum.fetches_failed, sum.rows_fetched
     );
+    println!("{} prefixes loaded from stores, {} tokens that were not in the pool", sum.stored, sum.stored_tokens);
     println!(
         "{} sessions were replaced; {} connections joined one, {} were left out; {} completions overtook writes",
         sum.replaced, sum.joined, sum.left_out, sum.overtook

@@ -4,17 +4,18 @@
 //! block is in one state, and that blocks which others may reach are set aside. The simulated shell knows of each stream, handoff and
 //! reservation, so this also finds what nobody will ever give back.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use baton_engine::{BlockAccount, BlockCounts, Engine, HOLE, Hold, Holding};
 use baton_handoff::ReceiverEvent;
 use baton_kv_cache::BlockState;
-use baton_roles::{Input, decode, exchange, prefill};
+use baton_roles::{Input, decode, exchange, prefill, tiers};
 use baton_types::{BlockId, Epoch, PoolGeometry, SeqId};
 
 use crate::Violation;
 use crate::decode::{Decode, DecodeHost};
 use crate::events::Place;
+use crate::kept::Kept;
 use crate::prefill::{Prefill, PrefillHost};
 use crate::world::World;
 
@@ -26,24 +27,41 @@ trait Books {
     fn geometry(&self) -> &PoolGeometry;
     /// A block that a peer or a transfer may reach must be in one of these states. `None` when nobody may reach it.
     fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]>;
+    /// Whether a store's threads, or what they have said, will end what this sequence holds. `None`: it is nothing of theirs.
+    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked>;
     /// Whether somebody will end what this sequence holds. If not, its blocks have leaked.
     fn will_end(&self, holding: &Holding<'_>) -> Checked;
 }
 
 /// Access to the books of one kind of worker.
 pub(crate) trait Counted {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, engine: &Engine, busy: bool) -> Checked;
+    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked;
 }
 
 impl Counted for DecodeHost {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, engine: &Engine, busy: bool) -> Checked {
-        accounts.count(&world.decodes[place], engine, busy)
+    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked {
+        accounts.count(&world.decodes[place], held)
     }
 }
 
 impl Counted for PrefillHost {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, engine: &Engine, busy: bool) -> Checked {
-        accounts.count(&world.prefills[place], engine, busy)
+    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked {
+        accounts.count(&world.prefills[place], held)
+    }
+}
+
+/// What a worker's core says that it holds.
+pub(crate) struct Held<'a> {
+    engine: &'a Engine,
+    /// Steps are in flight.
+    busy: bool,
+    /// Whether a sequence's blocks move between the pool and the store.
+    stores: &'a dyn Fn(SeqId) -> bool,
+}
+
+impl<'a> Held<'a> {
+    pub(crate) fn new(engine: &'a Engine, busy: bool, stores: &'a dyn Fn(SeqId) -> bool) -> Held<'a> {
+        Held { engine, busy, stores }
     }
 }
 
@@ -67,8 +85,9 @@ pub(crate) struct Accounts {
 }
 
 impl Accounts {
-    /// Counts every block. `busy`: steps are in flight.
-    fn count(&mut self, books: &impl Books, engine: &Engine, busy: bool) -> Checked {
+    /// Counts every block.
+    fn count(&mut self, books: &impl Books, held: &Held<'_>) -> Checked {
+        let Held { engine, busy, stores } = *held;
         let geometry = books.geometry();
         self.holders.resize_with(geometry.blocks.len(), Vec::new);
         for (holders, blocks) in self.holders.iter_mut().zip(&geometry.blocks) {
@@ -82,7 +101,8 @@ impl Accounts {
             } else if holding.ended && !busy {
                 return Err(format!("{} has ended and is still here, and no step is in flight", holding.seq));
             }
-            books.will_end(&holding).map_err(|what| format!("{} ({:?}): {what}", holding.seq, holding.hold))?;
+            let ends = books.is_stored(&holding, stores(holding.seq)).unwrap_or_else(|| books.will_end(&holding));
+            ends.map_err(|what| format!("{} ({:?}): {what}", holding.seq, holding.hold))?;
             self.enter(&holding)?;
             host.extend(holding.host);
         }
@@ -176,6 +196,37 @@ fn check_host(engine: &Engine, mut host: Vec<(usize, BlockId)>) -> Checked {
     }
 }
 
+impl Kept {
+    /// Its threads write to a block, or read it.
+    fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
+        let among =
+            |of: &BTreeMap<SeqId, Vec<(usize, BlockId)>>| of.values().any(|list| list.contains(&(group, block)));
+        let written = among(&self.written).then_some(&[BlockState::Lent, BlockState::Quarantined][..]);
+        written.or_else(|| among(&self.read).then_some(&[BlockState::Used, BlockState::Quarantined][..]))
+    }
+}
+
+/// The same for all workers: [`Books::is_stored`].
+fn is_stored<C>(kept: &Kept, inbox: &VecDeque<Input<C>>, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
+    let said = |input: &Input<C>| match input {
+        Input::Tiers(tiers::Command::Loaded(seq, _) | tiers::Command::Saved(seq)) => *seq == holding.seq,
+        _ => false,
+    };
+    let lent = kept.written.get(&holding.seq).filter(|_| matches!(holding.hold, Hold::Lent(_)));
+    if let (Some(written), Hold::Lent(from)) = (lent, holding.hold) {
+        let mut lent = present(holding).filter(|(_, at, _)| *at >= Some(from));
+        return Some(match lent.find(|(group, _, block)| !written.contains(&(*group, *block))) {
+            Some((group, _, block)) => Err(format!("{block} of group {group} is lent, and no load writes to it")),
+            None => Ok(()),
+        });
+    }
+    match kept.moves(holding.seq) || inbox.iter().any(said) {
+        true => Some(Ok(())),
+        false if stores && holding.hold == Hold::Waiting => Some(Ok(())),
+        false => stores.then(|| Err("nobody copies its blocks".into())),
+    }
+}
+
 impl Decode {
     /// Whether the engine has yet to hear of the end of an epoch.
     fn will_hear(&self, ended: Epoch) -> bool {
@@ -195,7 +246,12 @@ impl Books for Decode {
 
     /// A peer may write.
     fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
-        self.memory.owner(group, block).map(|_| &[BlockState::Lent, BlockState::Quarantined][..])
+        let lent = self.memory.owner(group, block).map(|_| &[BlockState::Lent, BlockState::Quarantined][..]);
+        lent.or_else(|| self.kept.as_ref()?.reached(group, block))
+    }
+
+    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
+        is_stored(self.kept.as_ref()?, &self.inbox, holding, stores)
     }
 
     fn will_end(&self, holding: &Holding<'_>) -> Checked {
@@ -241,7 +297,12 @@ impl Books for Prefill {
 
     /// A handoff may read.
     fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
-        self.memory.owner(group, block).map(|_| &[BlockState::Used, BlockState::Quarantined][..])
+        let read = self.memory.owner(group, block).map(|_| &[BlockState::Used, BlockState::Quarantined][..]);
+        read.or_else(|| self.kept.as_ref()?.reached(group, block))
+    }
+
+    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
+        is_stored(self.kept.as_ref()?, &self.inbox, holding, stores)
     }
 
     fn will_end(&self, holding: &Holding<'_>) -> Checked {
@@ -268,8 +329,8 @@ impl Books for Prefill {
 impl World {
     /// I6 at the end of a run, or of a worker's part in it: nobody holds a block, and all are free or cached.
     pub(crate) fn check_rest(&self, prefills: bool, decodes: bool) -> Result<(), Violation> {
-        let rest = |books: &dyn Fn(&mut Accounts) -> Checked, engine: &Engine| {
-            books(&mut Accounts::default())?;
+        let rest = |books: &dyn Fn(&mut Accounts, &Held<'_>) -> Checked, engine: &Engine| {
+            books(&mut Accounts::default(), &Held::new(engine, false, &|_| false))?;
             match engine.holdings().next() {
                 Some(holding) => Err(format!("{} is left", holding.seq)),
                 None => Ok(()),
@@ -277,11 +338,11 @@ impl World {
         };
         let prefills = self.prefills.iter().filter(|_| prefills).filter_map(|prefill| {
             let engine = prefill.thread.as_ref()?.core.engine();
-            Some(rest(&|accounts| accounts.count(prefill, engine, false), engine))
+            Some(rest(&|accounts, held| accounts.count(prefill, held), engine))
         });
         let decodes = self.decodes.iter().filter(|_| decodes).filter_map(|decode| {
             let engine = decode.thread.as_ref()?.core.engine();
-            Some(rest(&|accounts| accounts.count(decode, engine, false), engine))
+            Some(rest(&|accounts, held| accounts.count(decode, held), engine))
         });
         prefills.chain(decodes).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }

@@ -8,7 +8,7 @@ use baton_handoff::{Ledger, Members, TransferError, TransferLimits};
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
 use baton_roles::{Decode as Role, Drain, Input, Refused, StepLaunch, Ticket, WorkerCore};
-use baton_types::{BatonError, BlockId, Epoch, ErrorKind, RequestId, SeqId, WorkerId, mix};
+use baton_types::{BatonError, BlockId, Epoch, ErrorKind, PoolGeometry, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
 use crate::client::VOCAB;
@@ -17,8 +17,9 @@ use crate::decode_session::DecodeSession;
 use crate::engine::{Host, Thread};
 use crate::events::{Life, Line, Place, Process};
 use crate::exchange::{Exchanging, addressed};
+use crate::kept::Kept;
 use crate::membership::Registration;
-use crate::pool::{Blocks, Memory};
+use crate::pool::{Blocks, Bytes, Memory};
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 
@@ -56,6 +57,8 @@ pub(crate) struct Decode {
     /// Tokens of every sequence it has accepted.
     pub sequences: BTreeMap<SeqId, Vec<u32>>,
     pub exchanging: Exchanging,
+    /// Its own store.
+    pub kept: Option<Kept>,
     pub books: BTreeMap<Epoch, Lent>,
     /// The epoch under which each sequence's blocks were lent.
     pub lends: BTreeMap<SeqId, Epoch>,
@@ -75,11 +78,19 @@ pub(crate) struct Decode {
 }
 
 impl Decode {
-    pub(crate) fn new(world: &World, life: Life, limits: TransferLimits) -> Result<Decode, Violation> {
+    pub(crate) fn new(
+        world: &World,
+        life: Life,
+        limits: TransferLimits,
+        before: Option<Kept>,
+    ) -> Result<Decode, Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
         engine.note_cache_changes();
+        if world.stores {
+            engine.note_ended();
+        }
         let role = Role::new(world.lease, VOCAB);
         let layout = geometry.layout.clone().into();
         let core = WorkerCore::new(engine, role, layout, world.lease, world.overlaps);
@@ -99,6 +110,7 @@ impl Decode {
             callers: BTreeMap::new(),
             sequences: BTreeMap::new(),
             exchanging: Exchanging::default(),
+            kept: world.store_for(life, before),
             books: BTreeMap::new(),
             lends: BTreeMap::new(),
             verified: BTreeSet::new(),
@@ -217,6 +229,26 @@ impl Host for DecodeHost {
 
     fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
         world.decode_effect(place, effect)
+    }
+
+    fn kept(world: &mut World, place: Place) -> &mut Option<Kept> {
+        &mut world.decodes[place].kept
+    }
+
+    fn pool(world: &World, place: Place) -> (Bytes, PoolGeometry) {
+        let memory = &world.decodes[place].memory;
+        (memory.bytes.clone(), memory.geometry.clone())
+    }
+
+    fn compare(world: &World, place: Place, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
+        world.decodes[place].memory.compare(tokens, first, blocks)
+    }
+
+    fn brings(command: &Command) -> Option<&NewSequence> {
+        match command {
+            Command::Generate { new, .. } => Some(new),
+            _ => None,
+        }
     }
 
     fn exchanging(world: &mut World, place: Place) -> &mut Exchanging {

@@ -6,15 +6,16 @@ use std::collections::VecDeque;
 
 use baton_engine::fake::FakeModel;
 
-use baton_engine::{CacheFeed, Engine, ModelRunner, RunError};
+use baton_engine::{CacheFeed, Engine, ModelRunner, NewSequence, RunError};
 use baton_roles::{DrainInput, Effect, IDLE_TICK, Input, RoleCore, StepLaunch, WorkerCore};
-use baton_types::TokenOut;
+use baton_types::{PoolGeometry, TokenOut};
 
 use crate::Violation;
-use crate::accounting::{Accounts, Counted};
+use crate::accounting::{Accounts, Counted, Held};
 use crate::events::{Event, Place, Process};
 use crate::exchange::Exchanging;
-use crate::pool::Bytes;
+use crate::kept::Kept;
+use crate::pool::{Blocks, Bytes};
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -55,6 +56,14 @@ pub(crate) trait Host: Counted {
         place: Place,
         effect: <Self::Role as RoleCore>::Effect,
     ) -> Result<Option<<Self::Role as RoleCore>::Command>, Violation>;
+    /// Its own store.
+    fn kept(world: &mut World, place: Place) -> &mut Option<Kept>;
+    /// Its pool's bytes and shape.
+    fn pool(world: &World, place: Place) -> (Bytes, PoolGeometry);
+    /// Whether blocks of its pool hold the KV of these tokens ([`crate::pool::Memory::compare`]).
+    fn compare(world: &World, place: Place, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String>;
+    /// The sequence that a command brings, if it brings one.
+    fn brings(command: &<Self::Role as RoleCore>::Command) -> Option<&NewSequence>;
     /// The streams of the prefixes that it moves.
     fn exchanging(world: &mut World, place: Place) -> &mut Exchanging;
     /// Tells whom an input is for, as the thread does when it takes one from its inbox.
@@ -88,7 +97,10 @@ impl World {
         // I6, at every step.
         self.look_at("I6");
         let checked = thread.core.engine().check().map_err(|error| self.violation("I6", error.to_string()));
-        let counted = H::count(self, place, &mut thread.accounts, thread.core.engine(), thread.busy.is_some());
+        let Thread { core, accounts, busy, .. } = &mut thread;
+        let stores = |seq| core.stores(seq);
+        let held = Held::new(core.engine(), busy.is_some(), &stores);
+        let counted = H::count(self, place, accounts, &held);
         let counted = counted.map_err(|what| self.violation("I6", format!("{}: {what}", H::process(place))));
         self.put_back::<H>(place, thread);
         turned.and(checked).and(counted)
@@ -112,6 +124,10 @@ impl World {
             }
             while let Some(input) = H::inbox(self, place).pop_front() {
                 let input = H::addressed(&thread.core, input);
+                // What needs a prefix that is loaded comes after the load, and waits for it.
+                if let Some(load) = self.load_for::<H>(place, &input) {
+                    self.feed::<H>(place, thread, Input::Tiers(load))?;
+                }
                 self.feed::<H>(place, thread, input)?;
             }
             self.feed::<H>(place, thread, Input::Turn)?;
@@ -133,8 +149,7 @@ impl World {
             let answer = match effect {
                 Effect::Role(effect) => H::perform(self, place, effect)?.map(Input::Command),
                 Effect::Exchange(effect) => self.exchange_effect::<H>(place, effect)?.map(Input::Exchange),
-                // No simulated worker has a store.
-                Effect::Tiers(_) => None,
+                Effect::Tiers(effect) => self.tier_effect::<H>(place, effect)?.map(Input::Tiers),
                 Effect::Launch(launch) => self.launch::<H>(place, thread, launch)?,
                 Effect::Collect { step, tokens, failed } => {
                     let took = if failed.is_some() { 1 } else { self.pace.step(tokens, &mut self.random) };
@@ -165,6 +180,7 @@ impl World {
         let step = launch.step();
         self.look_at("I3");
         H::inspect(self, place, &mut thread.core, step)?;
+        self.inspect_store::<H>(place, &mut thread.core, step)?;
         if self.faults.strikes_step(&mut self.random) {
             let outcome = Err(RunError("simulated".into()));
             return Ok(Some(Input::Launched { launch, outcome }));

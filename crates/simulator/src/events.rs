@@ -196,6 +196,11 @@ pub(crate) enum Event {
         process: Process,
         life: Life,
     },
+    /// The threads of a worker's store go on.
+    StoreTurn {
+        process: Process,
+        life: Life,
+    },
     /// A session at a decode worker takes a turn.
     DecodeTurn {
         line: Line,
@@ -265,6 +270,7 @@ impl Event {
             | Event::FromRegistry { process, life, .. }
             | Event::EngineTurn { process, life }
             | Event::EngineStep { process, life }
+            | Event::StoreTurn { process, life }
             | Event::Hangup { process, life, .. }
             | Event::DrainOver { process, life } => (*process, Some(*life)),
             Event::PrefillTurn { prefill, life, .. }

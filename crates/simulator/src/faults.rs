@@ -51,11 +51,13 @@ pub enum Fault {
     Clocks,
     /// A worker drained and left before it was idle: its time was over, or it was told to hurry.
     DrainCut,
+    /// The disk of a worker's store failed, or gave other bytes than were written.
+    Store,
 }
 
 impl Fault {
     /// Every kind.
-    pub const ALL: [Fault; 20] = [
+    pub const ALL: [Fault; 21] = [
         Fault::Drop,
         Fault::Double,
         Fault::Swap,
@@ -76,6 +78,7 @@ impl Fault {
         Fault::Join,
         Fault::Clocks,
         Fault::DrainCut,
+        Fault::Store,
     ];
 
     /// The kinds from `Corrupt` to `Join`. They strike at random times, except `Miscopy` and `StepFails`, which have rates.
@@ -83,7 +86,8 @@ impl Fault {
 
     /// Whether no request may fail because of it.
     pub(crate) fn costs_nothing(self) -> bool {
-        matches!(self, Fault::RegistryDown | Fault::RegistryEmptied | Fault::Drain | Fault::Join | Fault::Clocks)
+        use Fault::*;
+        matches!(self, RegistryDown | RegistryEmptied | Drain | Join | Clocks | Store)
     }
 
     /// Whether a connection that stays open does not deliver each frame once and in order. No real connection does that.
@@ -105,6 +109,8 @@ pub struct Faults {
     pub miscopy: u32,
     /// Steps per mille that fail.
     pub step: u32,
+    /// Reads and writes of workers' stores that go wrong, per mille.
+    pub store: u32,
     /// Kinds of faults that may strike at random times.
     pub strikes: Vec<Fault>,
     /// Longest time from one chance for a random fault to the next, microseconds.
@@ -128,6 +134,7 @@ impl Faults {
             swap: 0,
             miscopy: 0,
             step: 0,
+            store: 0,
             strikes: Vec::new(),
             pause: 50_000,
             slowness: 100,
@@ -171,6 +178,14 @@ impl Faults {
     pub(crate) fn with_clocks(self, seed: u64, without: &BTreeSet<Fault>) -> Faults {
         let clocks = Random(mix(seed)).chance(300) && !without.contains(&Fault::Clocks);
         Faults { clocks, ..self }
+    }
+
+    /// Chooses how often the disks of stores fail, without drawing from the seed's main sequence.
+    pub(crate) fn with_stores(self, seed: u64, without: &BTreeSet<Fault>) -> Faults {
+        let random = &mut Random(mix(seed ^ 41));
+        let store =
+            if random.chance(500) && !without.contains(&Fault::Store) { random.within(1, 200) as u32 } else { 0 };
+        Faults { store, ..self }
     }
 
     pub(crate) fn delay(&self, random: &mut Random) -> Micros {

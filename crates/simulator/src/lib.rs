@@ -6,14 +6,16 @@
 //! - membership ([`baton_membership`]);
 //! - the two roles, their step loop, and how a worker drains ([`baton_roles`]);
 //! - the engine and its block pools, over the fake model;
-//! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that decode workers fetch from prefill workers.
+//! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that decode workers fetch from prefill workers;
+//! - in a third of the runs, a store below each worker's pool ([`baton_kv_store`]), what is loaded from it and what is saved there.
 //!
 //! Only sockets, threads, clocks and the model are replaced. Separate checkers, with records of their own, check these invariants:
 //!
 //! - I1: each client receives the tokens that its request yields when it runs alone.
 //! - I2: KV announced as verified equals, byte for byte, the KV of the sequence's tokens.
 //! - I3: a peer writes to a block only while the block is lent under that epoch, and no step touches the block meanwhile. Local blocks
-//!   are read only until the handoff's end has been reported, and no step writes to them meanwhile. So too for prefixes that move.
+//!   are read only until the handoff's end has been reported, and no step writes to them meanwhile. So too for prefixes that move, and for blocks
+//!   that are loaded from a store or saved there.
 //! - I4: each token index reaches the client once, in order, and none after the end.
 //! - I5: after the last fault every request ends, and so does the run. Deadlines and leases end what they bound; routers ask lost workers
 //!   whether they are back, and let go of those that have left.
@@ -46,6 +48,7 @@ mod faults;
 mod fetched;
 mod handoffs;
 mod joining;
+mod kept;
 mod lending;
 mod lifecycle;
 mod membership;
@@ -63,6 +66,7 @@ pub mod serving;
 mod session_life;
 mod settings;
 mod stages;
+mod storing;
 mod stream;
 mod strikes;
 mod summary;

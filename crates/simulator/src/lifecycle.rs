@@ -41,7 +41,8 @@ impl World {
 
     fn restart_decode(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
-        let next = crate::decode::Decode::new(self, life, self.limits.clone())?;
+        let kept = self.decodes[place].kept.take();
+        let next = crate::decode::Decode::new(self, life, self.limits.clone(), kept)?;
         let before = std::mem::replace(&mut self.decodes[place], next);
         self.cut_lines(|connection| connection.decode_life == before.life, false);
         self.begin_life(Process::Decode(place), again)
@@ -49,7 +50,8 @@ impl World {
 
     pub(crate) fn restart_prefill(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
-        let next = crate::prefill::Prefill::new(self, life)?;
+        let kept = self.prefills[place].kept.take();
+        let next = crate::prefill::Prefill::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.prefills[place], next);
         self.cut_lines(|connection| connection.prefill_life == before.life, true);
         self.begin_life(Process::Prefill(place), again)
@@ -181,12 +183,12 @@ impl World {
         let life = self.life();
         let process = match decode {
             true => {
-                let next = crate::decode::Decode::new(self, life, self.limits.clone())?;
+                let next = crate::decode::Decode::new(self, life, self.limits.clone(), None)?;
                 self.decodes.push(next);
                 Process::Decode(self.decodes.len() - 1)
             }
             false => {
-                let next = crate::prefill::Prefill::new(self, life)?;
+                let next = crate::prefill::Prefill::new(self, life, None)?;
                 self.prefills.push(next);
                 Process::Prefill(self.prefills.len() - 1)
             }

@@ -4,21 +4,22 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use baton_engine::{Engine, Start};
+use baton_engine::{Engine, NewSequence, Start};
 use baton_handoff::{Op, PathTable, TransferError, TransferStats};
 use baton_policy::PrefillWord;
 use baton_roles::prefill::{Answer, Command, Effect};
 use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
-use baton_types::{ErrorKind, SeqId, WorkerId};
+use baton_types::{ErrorKind, PoolGeometry, SeqId, WorkerId};
 
 use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
 use crate::engine::{Host, Thread};
 use crate::events::{Life, Place, Process, Serial};
 use crate::exchange::Exchanging;
+use crate::kept::Kept;
 use crate::membership::Registration;
 use crate::opening::{Aim, Handoff};
-use crate::pool::Memory;
+use crate::pool::{Blocks, Bytes, Memory};
 use crate::prefill_session::PrefillSession;
 use crate::prefixes::Job;
 use crate::stream::Micros;
@@ -58,6 +59,8 @@ pub(crate) struct Prefill {
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
     pub exchanging: Exchanging,
+    /// Its own store.
+    pub kept: Option<Kept>,
     /// Prefixes that are served, in the order in which they are written.
     pub jobs: VecDeque<Job>,
     pub next: u64,
@@ -71,7 +74,7 @@ pub(crate) struct Prefill {
 }
 
 impl Prefill {
-    pub(crate) fn new(world: &World, life: Life) -> Result<Prefill, Violation> {
+    pub(crate) fn new(world: &World, life: Life, before: Option<Kept>) -> Result<Prefill, Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
@@ -93,6 +96,7 @@ impl Prefill {
             handoffs: BTreeMap::new(),
             waiting: VecDeque::new(),
             exchanging: Exchanging::default(),
+            kept: world.store_for(life, before),
             jobs: VecDeque::new(),
             next: 0,
             sessions: BTreeMap::new(),
@@ -148,6 +152,26 @@ impl Host for PrefillHost {
 
     fn perform(world: &mut World, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
         world.prefill_effect(place, effect)
+    }
+
+    fn kept(world: &mut World, place: Place) -> &mut Option<Kept> {
+        &mut world.prefills[place].kept
+    }
+
+    fn pool(world: &World, place: Place) -> (Bytes, PoolGeometry) {
+        let memory = &world.prefills[place].memory;
+        (memory.bytes.clone(), memory.geometry.clone())
+    }
+
+    fn compare(world: &World, place: Place, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
+        world.prefills[place].memory.compare(tokens, first, blocks)
+    }
+
+    fn brings(command: &Command) -> Option<&NewSequence> {
+        match command {
+            Command::Run { new, .. } => Some(new),
+            _ => None,
+        }
     }
 
     fn exchanging(world: &mut World, place: Place) -> &mut Exchanging {

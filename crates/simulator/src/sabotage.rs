@@ -36,11 +36,13 @@ pub enum Sabotage {
     FlushEarly,
     /// The prefill worker is given a deadline by the router's clock instead of the time left.
     ForeignDeadline,
+    /// A block that is loaded from a store is not compared with its digests.
+    SkipStored,
 }
 
 impl Sabotage {
     /// Every rule.
-    pub const ALL: [Sabotage; 16] = [
+    pub const ALL: [Sabotage; 17] = [
         Sabotage::SkipVerify,
         Sabotage::FreeOnLost,
         Sabotage::IgnoreCancel,
@@ -57,13 +59,14 @@ impl Sabotage {
         Sabotage::ForgetOnOne,
         Sabotage::FlushEarly,
         Sabotage::ForeignDeadline,
+        Sabotage::SkipStored,
     ];
 
     /// The invariant it breaks, and so the checker that must notice.
     pub fn breaks(self) -> &'static str {
         use Sabotage::*;
         match self {
-            SkipVerify => "I2",
+            SkipVerify | SkipStored => "I2",
             FreeOnLost | IgnoreCancel | CompleteEarly => "I3",
             ApplyClosed | IgnoreTickets | ForgetOnOne | FlushEarly => "I3",
             IgnoreLeases | IgnoreDeadlines | ForeignDeadline => "I5",

@@ -60,3 +60,15 @@ pub(crate) fn pools(layout: KvLayout, blocks: u32, seed: Option<u64>) -> PoolGeo
     let blocks = (0..layout.groups.len() as u32).map(|group| blocks + group * more).collect();
     PoolGeometry { layout, blocks }
 }
+
+/// The same layout, where all layers see all tokens.
+pub(crate) fn unwindowed(mut layout: KvLayout) -> KvLayout {
+    layout.groups.iter_mut().for_each(|group| (group.window, group.sinks) = (None, 0));
+    layout
+}
+
+/// The same settings with a cache of so few blocks that what comes again is in the store only.
+pub(crate) fn forgetful(config: EngineConfig, seed: u64) -> EngineConfig {
+    let max_blocks = (1 + mix(seed ^ 53) % 8) as u32;
+    EngineConfig { cache: CacheConfig { max_blocks, ..config.cache }, ..config }
+}

@@ -31,6 +31,10 @@ pub struct Summary {
     pub fetches_failed: BTreeMap<&'static str, u64>,
     /// Rows that were computed on fetched KV.
     pub rows_fetched: u64,
+    /// Prefixes that were loaded from stores; each was compared with the KV of its tokens.
+    pub stored: u64,
+    /// Tokens of these that were not in the pool.
+    pub stored_tokens: u64,
     /// Connections that joined a session over TCP beside its own.
     pub joined: u64,
     /// Connections that could not join: refused, broken or too late.
@@ -67,6 +71,8 @@ impl Summary {
             (&mut self.withdrawn, other.withdrawn),
             (&mut self.fetched, other.fetched),
             (&mut self.rows_fetched, other.rows_fetched),
+            (&mut self.stored, other.stored),
+            (&mut self.stored_tokens, other.stored_tokens),
             (&mut self.joined, other.joined),
             (&mut self.left_out, other.left_out),
             (&mut self.replaced, other.replaced),

@@ -95,6 +95,8 @@ pub(crate) struct World {
     pub overlaps: bool,
     /// Pools have room for little more than the longest request, answers are long, and requests arrive close together.
     pressed: bool,
+    /// Workers have stores of their own.
+    pub stores: bool,
     pub lease: Duration,
     pub pace: Pace,
     pub routers: Vec<Router>,
@@ -134,7 +136,10 @@ impl World {
         let faults = match (&options.faults, options.calm) {
             (Some(faults), _) => faults.clone(),
             (None, true) => Faults::calm(&mut random).with_clocks(seed, &options.without),
-            (None, false) => Faults::random(&mut random, &options.without).with_clocks(seed, &options.without),
+            (None, false) => {
+                let faults = Faults::random(&mut random, &options.without).with_clocks(seed, &options.without);
+                faults.with_stores(seed, &options.without)
+            }
         };
         let idle = match options.calm || options.faults.is_some() {
             true => TransferLimits::default().idle,
@@ -152,6 +157,10 @@ impl World {
         };
         let block_size = random.within(1, 4) as u32;
         let layout = if random.chance(250) { sinks_layout(block_size) } else { tiny_layout(block_size) };
+        let stores = options.faults.is_none() && mix(seed ^ 37).is_multiple_of(3);
+        // Of a window's layers, another prompt seldom finds the blocks that its window sees.
+        let unwindowed = stores && !mix(seed ^ 47).is_multiple_of(3);
+        let layout = if unwindowed { settings::unwindowed(layout) } else { layout };
         // Room for the longest request, and little more in some runs.
         let most = 30u32.div_ceil(block_size) + 3;
         let blocks = most + random.below(u64::from(most) * 3) as u32;
@@ -161,6 +170,7 @@ impl World {
         let geometry = settings::pools(layout, blocks, (!plain).then_some(seed));
         let engine = settings::engine(&mut random);
         let engine = if plain { engine } else { settings::vary(engine, seed) };
+        let engine = if unwindowed { settings::forgetful(engine, seed) } else { engine };
         let pace = Pace { base: [20, 500, 5_000][random.below(3) as usize], token: random.below(200) };
         // Only differences of instants matter, so the run does not depend on when it is played.
         #[allow(clippy::disallowed_methods)]
@@ -168,6 +178,7 @@ impl World {
         let mut world = World {
             overlaps: random.chance(500),
             pressed,
+            stores,
             lease: lease(options, &mut random),
             random,
             now: 0,
@@ -386,7 +397,9 @@ impl World {
                 return self.engine_step::<PrefillHost>(place);
             }
             Event::EngineStep { process: Process::Decode(place), .. } => return self.engine_step::<DecodeHost>(place),
-            Event::EngineTurn { .. } | Event::EngineStep { .. } => {}
+            Event::StoreTurn { process: Process::Prefill(place), .. } => return self.store_turn::<PrefillHost>(place),
+            Event::StoreTurn { process: Process::Decode(place), .. } => return self.store_turn::<DecodeHost>(place),
+            Event::EngineTurn { .. } | Event::EngineStep { .. } | Event::StoreTurn { .. } => {}
             Event::DecodeTurn { line } => return self.decode_turn(line),
             Event::PrefillTurn { prefill, life, session } => return self.prefill_turn(prefill, life, session),
             Event::Desk { decode, .. } => return self.desk(decode),
