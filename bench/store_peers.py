@@ -9,11 +9,11 @@ what it puts and verifies what it gets; the peers verify nothing. A peer that do
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
-import shutil
-import site
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +29,8 @@ HOST = 2 * POOL
 # Objects in flight to and from the disk, and blocks of one call of Mooncake.
 STAGED = 64
 MASTER, ADMIN = 15051, 15052
+# Seconds for a peer's round.
+PATIENCE = 300
 PEERS = {"lmcache-16": "LMCache, chunks of 16 tokens", "lmcache-256": "LMCache, chunks of 256 tokens", "mooncake": "Mooncake's store"}
 
 
@@ -38,7 +40,8 @@ def environment(venv):
     libraries = [*debian, f"{debian[0]}/ceph", f"{venv}/stand-ins"]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(libraries), "PATH": f"{os.environ['PATH']}:{venv}/deb/usr/bin",
             "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "MC_STORE_MEMCPY": "1", "GLOG_minloglevel": "3",
-            "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1"}
+            # Mooncake writes a file when it has that many objects for it.
+            "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1", "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16"}
 
 
 def speed(blocks, work):
@@ -152,9 +155,9 @@ class Mooncake:
         from mooncake.store import MooncakeDistributedStore
         program = f"{os.path.dirname(mooncake.__file__)}/mooncake_master"
         os.chmod(program, 0o755)
-        self.master = subprocess.Popen([program, "--rpc_address=127.0.0.1", f"--rpc_port={MASTER}", "--metrics_host=127.0.0.1",
-                                        f"--metrics_port={ADMIN}", f"--enable_offload={str(on_disk).lower()}"],
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen([program, "--rpc_address=127.0.0.1", f"--rpc_port={MASTER}", "--metrics_host=127.0.0.1",
+                          f"--metrics_port={ADMIN}", f"--enable_offload={str(on_disk).lower()}"],
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(2)
         self.store = MooncakeDistributedStore()
         if self.store.setup("127.0.0.1", "P2PHANDSHAKE", 2 * blocks * BLOCK, 64 << 20, "tcp", "", f"127.0.0.1:{MASTER}",
@@ -196,10 +199,13 @@ class Mooncake:
         self.open(self.blocks, True)
         self.put("disk", self.blocks)
         written = self.wait_for(1) or speed(self.blocks, lambda: self.wait_for(self.blocks * BLOCK))
-        time.sleep(3)
-        keys = [f"disk{number}" for number in range(self.blocks)]
-        if len(self.store.batch_replica_clear(keys, self.store.get_hostname())) < self.blocks:
-            raise RuntimeError("its host memory keeps some blocks")
+        # Until its master knows, and host memory has none of them.
+        keys, tries = {f"disk{number}" for number in range(self.blocks)}, 30
+        while keys and (tries := tries - 1):
+            time.sleep(1)
+            keys -= set(self.store.batch_replica_clear(list(keys), self.store.get_hostname()))
+        if keys:
+            raise RuntimeError(f"its host memory keeps {len(keys)} blocks")
         speeds = written, speed(self.blocks, lambda: self.get("disk", self.blocks))
         self.check(self.blocks)
         return speeds
@@ -223,14 +229,11 @@ class Mooncake:
 def measure_peer(peer, tier, directory, blocks, threads):
     """In a process of its own: put and get in GB/s, as a line for the parent."""
     library, _, tokens = peer.partition("-")
-    subject = None
     try:
         subject = Lmcache(int(tokens), directory, blocks, threads) if tokens else Mooncake(directory, blocks)
         answer = getattr(subject, tier)()
     except Exception as error:  # Whatever a peer's library raises is a reason.
         answer = str(error) or type(error).__name__
-    if hasattr(subject, "master"):
-        subject.master.kill()
     print("@ " + json.dumps(answer), flush=True)
     # Its threads do not end by themselves.
     os._exit(0)
@@ -239,13 +242,22 @@ def measure_peer(peer, tier, directory, blocks, threads):
 def ask_peer(peer, tier, options, env):
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="store-peer-") as directory:
         command = [sys.executable, __file__, peer, tier, directory, str(options.blocks), str(options.threads)]
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    for line in result.stdout.splitlines():
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            output, errors = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {PATIENCE} s"
+        finally:
+            # With what it started: a master.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for line in output.splitlines():
         if line.startswith("@ "):
             answer = json.loads(line[2:])
             return answer if isinstance(answer, list) else str(answer).splitlines()[0]
-    said = result.stderr.strip().splitlines()
-    return said[-1] if said else f"it ended with {result.returncode}"
+    said = errors.strip().splitlines()
+    return said[-1] if said else f"it ended with {process.returncode}"
 
 
 def ask_baton(options, env):
