@@ -120,6 +120,7 @@ class Lmcache:
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         buffers = self.host_memory(STAGED, False)
+        buffers.get_memory_allocator().buffer.fill_(1)
         store = LocalDiskBackend(self.config(local_cpu=False), loop, buffers, "cpu", metadata=self.metadata)
         free, chunks = threading.Semaphore(STAGED), range(self.blocks // self.per)
 
@@ -189,7 +190,9 @@ class Mooncake:
 
     def host(self):
         self.open(HOST, False)
+        # Touches the pages that are used again.
         self.put("first", HOST)
+        self.store.remove_all(True)
         speeds = speed(HOST, lambda: self.put("measured", HOST)), speed(HOST, lambda: self.get("measured", HOST))
         self.check(HOST)
         return speeds
@@ -279,7 +282,7 @@ def ask_baton(options, env):
 def table(runs, problems):
     """Ratios are of the two in each round, so that a machine that slows down does so for both; then the median."""
     base, tier_before = "", ""
-    print("| | put GB/s (lowest to highest) | get GB/s (lowest to highest) | put, of the first row | get, of the first row |")
+    print("| | put GB/s (lowest to highest) | get GB/s (lowest to highest) | put, of a plain copy or fio | get, of a plain copy or fio |")
     print("| --- | --- | --- | --- | --- |")
     for (tier, name), rounds in runs.items():
         if (tier, name) in problems:
