@@ -194,10 +194,9 @@ impl TiersShell {
 
     /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
     pub fn load_seconds(&self) -> impl Fn() -> f64 + Send + Sync + use<> {
-        let (pace, manners) = (Arc::clone(&self.pace), Arc::clone(&self.manners));
-        let lowest = lowest(self.store.limit_bytes());
+        let (pace, lowest) = (Arc::clone(&self.pace), lowest(self.store.limit_bytes()));
         let token_bytes = self.block_bytes as f64 / f64::from(self.layout.block_size);
-        move || pace.of(lowest) * token_bytes / 1e9 + manners.rests(token_bytes).0
+        move || pace.of(lowest) * token_bytes / 1e9
     }
 
     /// What to load for a prompt that comes next.
@@ -223,7 +222,7 @@ impl TiersShell {
         }
         let nanos = |(tier, _): &(Tier, u32)| self.pace.of(*tier);
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
-        let (rests, most) = self.manners.rests((blocks * self.block_bytes) as f64);
+        let (rests, most) = self.manners.rests(blocks * self.block_bytes);
         let patience = Duration::try_from_secs_f64((seconds + most) * PATIENCE).unwrap_or(Duration::MAX);
         let (seconds, patience) = (seconds + rests, patience.max(LEAST_PATIENCE));
         let tokens = tokens[..blocks * size as usize + 1].to_vec();

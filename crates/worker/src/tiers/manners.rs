@@ -39,8 +39,8 @@ impl Manners {
     }
 
     /// How many seconds the rests take while so many bytes are copied, as far as is known: now, and while answers are given.
-    pub fn rests(&self, bytes: f64) -> (f64, f64) {
-        let most = self.nanos() * f64::from(RESTS) * bytes / 1e9;
+    pub fn rests(&self, bytes: usize) -> (f64, f64) {
+        let most = self.nanos() * f64::from(RESTS) * bytes as f64 / 1e9;
         (if self.answering.load(Relaxed) { most } else { 0.0 }, most)
     }
 }
@@ -58,14 +58,14 @@ mod tests {
             begun.elapsed()
         };
         assert!(rests() < Duration::from_millis(5));
-        let (now, most) = manners.rests(5e6);
+        let (now, most) = manners.rests(5_000_000);
         assert!(now == 0.0 && most > 0.0);
         manners.answers(true);
         assert!(rests() >= Duration::from_millis(7));
-        let (now, most) = manners.rests(5e6);
+        let (now, most) = manners.rests(5_000_000);
         assert_eq!(now, most);
         (0..100).for_each(|_| assert!(rests() < Duration::from_secs(1)));
-        let (now, _) = manners.rests(5e6);
+        let (now, _) = manners.rests(5_000_000);
         assert!((0.035..0.1).contains(&now), "5 ms of copying, and 35 of rests: {now}");
     }
 }
