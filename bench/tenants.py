@@ -156,6 +156,8 @@ def measure_times(cluster, args):
             time.sleep(pause)
             times["beside a flood"].append(question())
         flood.stop()
+        # Until the workers have left what was broken off.
+        time.sleep(5)
     print(f"\nTime to the first token of 600-token prompts, {len(times['alone'])} questions with pauses; the flood: 24 clients, 3,000-token")
     print(f"prompts, at least {min(waits):.0f} of them waiting in the router when the questions began.\n")
     print("| | p50 | p99 |\n| --- | ---: | ---: |")
@@ -174,6 +176,8 @@ def measure_weights(cluster, args):
     tokens = {tenant: flood.served - before[tenant] for tenant, flood in floods.items()}
     for flood in floods.values():
         flood.stop()
+        # Until the workers have left what was broken off.
+        time.sleep(5)
     print(f"\nTokens served in {args.seconds:.0f} s, both with 16 clients, {waits:.0f} of them waiting in the router at the end: weight 1 {tokens['one']}, weight 3 {tokens['three']}, ", end="")
     print(f"ratio {tokens['three'] / max(1, tokens['one']):.2f}")
 

@@ -239,10 +239,7 @@ impl<S: Shell> Thread<S> {
             self.feed(Input::Turn);
             self.reporter.report(&self.core);
             self.reporter.report_cache(&mut self.core);
-            if let Some(tiers) = &mut self.tiers {
-                tiers.answers(self.core.engine().answers().next().is_some());
-                tiers.count();
-            }
+            self.tiers.iter_mut().for_each(TiersShell::count);
         }
     }
 

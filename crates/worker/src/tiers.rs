@@ -2,7 +2,6 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
 
 mod copier;
-mod manners;
 pub(crate) mod memory;
 mod pace;
 
@@ -21,7 +20,6 @@ use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
 use copier::Copier;
-use manners::Manners;
 use memory::Memory;
 use metrics::{counter, gauge};
 use pace::Paces;
@@ -52,7 +50,6 @@ pub(crate) struct TiersShell {
     block_bytes: usize,
     layout: KvLayout,
     pace: Arc<Paces>,
-    manners: Arc<Manners>,
     loads: mpsc::Sender<Load>,
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way; set: it is given up.
@@ -161,12 +158,10 @@ impl TiersShell {
         let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
-        let manners = Arc::<Manners>::default();
         // Each thread has a queue to the device of its own.
         let copier = || -> Result<Copier, WorkerError> {
-            let (store, geometry, manners) = (Arc::clone(&store), node.geometry.clone(), Arc::clone(&manners));
-            let memory = Memory::of(&node.pool)?;
-            Ok(Copier { store, memory, geometry, ahead, manners, garbled: Arc::clone(&garbled) })
+            let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
+            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead, garbled: Arc::clone(&garbled) })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new(Paces::new());
@@ -189,7 +184,7 @@ impl TiersShell {
         })?;
         let block_bytes = store.shape().data_bytes();
         let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(TiersShell { store, clock, block_bytes, layout, pace, manners, loads, saves, loading, counted, garbled })
+        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted, garbled })
     }
 
     /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
@@ -222,9 +217,7 @@ impl TiersShell {
         }
         let nanos = |(tier, _): &(Tier, u32)| self.pace.of(*tier);
         let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
-        let (rests, most) = self.manners.rests(blocks * self.block_bytes);
-        let patience = Duration::try_from_secs_f64((seconds + most) * PATIENCE).unwrap_or(Duration::MAX);
-        let (seconds, patience) = (seconds + rests, patience.max(LEAST_PATIENCE));
+        let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
         let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
         let prefix = Prefix { request_id: request_id.clone(), tokens, prefix, deadline };
@@ -265,11 +258,6 @@ impl TiersShell {
         let held = self.store.held_groups(&names);
         let first = first_lacking(&self.layout, names.len(), &groups(&held))?;
         Some(Command::Save(prefix, first))
-    }
-
-    /// Sets whether answers are given: then copies give way to them.
-    pub fn answers(&self, answering: bool) {
-        self.manners.answers(answering);
     }
 
     /// Updates the metrics of what the store counts by itself, every now and then.

@@ -15,7 +15,6 @@ use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
-use super::manners::Manners;
 use super::memory::{Memory, Written, fill, read, verify};
 use super::pace::Paces;
 
@@ -29,8 +28,6 @@ pub(super) struct Copier {
     pub geometry: PoolGeometry,
     /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
     pub ahead: usize,
-    /// Gives way to answers.
-    pub manners: Arc<Manners>,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
 }
@@ -108,13 +105,12 @@ impl Copier {
                 late.for_each(|tier| paces.waited(tier, begun.elapsed(), bytes));
                 return false;
             };
-            let (tier, there) = (reading.tier(), Instant::now());
+            let tier = reading.tier();
             if !self.copy_in(reading, &blocks, written) {
                 return false;
             }
             if matches!(self.memory, Memory::Host(_)) {
                 paces.follow(tier, begun.elapsed(), bytes);
-                self.manners.copied(there, bytes);
             }
         }
     }
@@ -190,7 +186,6 @@ impl Copier {
         let device = match &mut self.memory {
             Memory::Host(segment) => {
                 for (filling, _, blocks) in taken(keys, |key| self.store.put(key)) {
-                    let begun = Instant::now();
                     filling.copy_from(|part| {
                         let range = at(part, &blocks);
                         assert!(range.end <= segment.len(), "a block outside the pool");
@@ -198,7 +193,6 @@ impl Copier {
                         // writes to it.
                         unsafe { std::slice::from_raw_parts(segment.as_ptr().add(range.start), range.len()) }
                     });
-                    self.manners.copied(begun, self.store.shape().data_bytes());
                 }
                 return Ok(());
             }

@@ -36,8 +36,7 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
     let memory = Memory::of(&pool(&segment)).unwrap();
-    let (store, manners, garbled) = (Arc::clone(store), Arc::default(), Arc::default());
-    Pair { copier: Copier { store, memory, geometry, ahead: 2, manners, garbled }, segment }
+    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2, garbled: Arc::default() }, segment }
 }
 
 fn store() -> Arc<KvStore> {
@@ -230,7 +229,6 @@ impl DeviceQueue for Odd {
     }
 }
 
-/// Layer group 1 of the tiny layout sees four tokens before the next one: a block.
 /// I2
 #[test]
 fn a_block_that_is_not_as_it_was_stored_is_not_loaded() {
