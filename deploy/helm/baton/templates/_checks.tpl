@@ -124,7 +124,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The prefix of all names may be too long for some kinds: Kubernetes appends 11 characters to the name of a StatefulSet, in a label, and to
+{{/* The prefix of all names may be too long for some kinds: Kubernetes appends up to 11 characters to the name of a StatefulSet, in a label, and to
 that of a CronJob, and 63 is the limit for both and for a Job's. The shortest limit comes first. Takes the root. */}}
 {{- define "baton.nameChecks" -}}
 {{- $name := include "baton.fullname" . -}}
