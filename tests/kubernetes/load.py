@@ -22,8 +22,9 @@ import urllib.parse
 
 PROMPTS = ["Why is the sky blue?", "What is a comet made of?", "How do bees find their way?", "Why do we dream?", "What is inflation?"]
 TOKENS = 96
-# So often a question is repeated in a long prompt, which has about 300 tokens then.
-LONG = 50
+# So often a question is repeated in a long prompt, which has about 700 tokens then: under load, too, they are computed later than taken from a
+# store.
+LONG = 120
 lock = threading.Lock()
 answers = {}
 phase = "start"

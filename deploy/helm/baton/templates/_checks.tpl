@@ -1,5 +1,6 @@
 {{/* Rules between values, which the schema cannot put into words. Each refusal names the values and the way out. */}}
 {{- define "baton.checks" -}}
+{{- include "baton.nameChecks" . -}}
 {{- $registry := .Values.registry -}}
 {{- if and (eq $registry.type "external") (not $registry.endpoints) -}}
   {{- fail "registry.type is external, but registry.endpoints is empty; list your etcd's HOST:PORT there" -}}
@@ -120,5 +121,29 @@
 {{- end -}}
 {{- if .Values.kvStore.enabled -}}
   {{- include "baton.kvStoreChecks" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The prefix of all names may be too long for some kinds: Kubernetes appends up to 11 characters to the name of a StatefulSet, in a label, and to
+that of a CronJob, and 63 is the limit for both and for a Job's. The shortest limit comes first. Takes the root. */}}
+{{- define "baton.nameChecks" -}}
+{{- $name := include "baton.fullname" . -}}
+{{- $limits := list -}}
+{{- if .Values.kvStore.enabled -}}
+  {{- $limits = append $limits (list 43 "kvStore.enabled is true" "the StatefulSet of stores") -}}
+{{- end -}}
+{{- if eq .Values.tls.mode "generated" -}}
+  {{- $limits = append $limits (list 46 "tls.mode is generated" "the CronJob that renews certificates") -}}
+{{- end -}}
+{{- if eq .Values.registry.type "etcd" -}}
+  {{- $limits = append $limits (list 47 "registry.type is etcd" "the StatefulSet of etcd") -}}
+{{- end -}}
+{{- if .Values.modelCache.job.enabled -}}
+  {{- $limits = append $limits (list 47 "modelCache.job.enabled is true" "the Job that fetches the model") -}}
+{{- end -}}
+{{- range $limits -}}
+  {{- if gt (len $name) (first .) -}}
+    {{- fail (printf "%s, and objects are called %s-…, which is too long for %s; set fullnameOverride to at most %d characters" (index . 1) $name (last .) (first .)) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}

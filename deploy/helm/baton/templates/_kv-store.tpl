@@ -83,10 +83,6 @@ hostPath: {path: {{ $disk.hostPath.path | quote }}, type: DirectoryOrCreate}
 {{- $store := .Values.kvStore -}}
 {{- $disk := $store.disk -}}
 {{- $host := int64 (include "baton.bytes" ($store.config.kv_host | default "0B")) -}}
-{{- /* Pods of a StatefulSet have its name and a hash of 10 characters in a label, which has 63 at most. */ -}}
-{{- if gt (len (include "baton.fullname" .)) 43 -}}
-  {{- fail (printf "kvStore.enabled is true, and objects are called %s-…, which is too long for a StatefulSet of stores; set fullnameOverride to at most 43 characters" (include "baton.fullname" .)) -}}
-{{- end -}}
 {{- if and (ne $disk.type "emptyDir") (not $disk.size) -}}
   {{- fail (printf "kvStore.disk.type is %s, but kvStore.disk.size is empty; say how large the disk is, or leave the type out" $disk.type) -}}
 {{- end -}}
