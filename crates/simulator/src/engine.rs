@@ -94,6 +94,8 @@ impl World {
             let (process, at) = (H::process(place), self.now + IDLE_TICK.as_micros() as Micros);
             self.events.plan(at, Event::EngineTurn { process, life: self.life_of(process) });
         }
+        // What its disk has to do at its start, nobody else asks for.
+        self.wake_store::<H>(place);
         // I6, at every step.
         self.look_at("I6");
         let checked = thread.core.engine().check().map_err(|error| self.violation("I6", error.to_string()));

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use baton_engine::fake::KvMemory;
 use baton_kv_store::{
-    BlockKey, BlockName, Buffer, DiskConfig, Effect, Head, Identity, Input, ReadError, Shape, Store, StoreConfig,
-    Ticket, check_record,
+    BlockKey, BlockName, Buffer, Decline, DiskConfig, Effect, Head, Identity, Input, ReadError, Shape, Store,
+    StoreConfig, Ticket, check_record,
 };
 use baton_roles::tiers::{Copied, Move};
 use baton_types::testing::Random;
@@ -33,6 +33,8 @@ enum Answer {
     Fill(Buffer),
     Ready(Buffer, baton_kv_store::Block),
     No,
+    /// There is no room for a block: none after it is offered.
+    Busy,
 }
 
 /// What a thread has done.
@@ -139,6 +141,7 @@ impl Kept {
             let (ticket, answer) = match effect {
                 Effect::Fill(ticket, buffer) => (ticket, Answer::Fill(buffer)),
                 Effect::Ready(ticket, buffer, block, _) => (ticket, Answer::Ready(buffer, block)),
+                Effect::Declined(ticket, Decline::Busy) => (ticket, Answer::Busy),
                 Effect::Declined(ticket, _) | Effect::Missed(ticket, _) => (ticket, Answer::No),
                 Effect::Scan(_) | Effect::Read { .. } | Effect::Write { .. } => {
                     self.work.push(effect);
@@ -158,6 +161,7 @@ impl Kept {
 
     /// The threads go on: the disk does one thing, and the oldest move goes on by a block.
     pub(crate) fn go_on(&mut self, pool: &Bytes, geometry: &PoolGeometry, now: Time) -> Option<Done> {
+        self.feed(Input::Tick, now);
         if !self.work.is_empty() && self.random.chance(700) {
             // In any order.
             let at = self.random.below(self.work.len() as u64) as usize;
@@ -275,7 +279,11 @@ impl Kept {
         let Some(copy) = moving.rest.pop_front() else { return false };
         let ticket = self.ticket();
         self.feed(Input::Put(ticket, key(&copy)), now);
-        let Some(Answer::Fill(buffer)) = self.answers.remove(&ticket) else { return true };
+        let buffer = match self.answers.remove(&ticket) {
+            Some(Answer::Fill(buffer)) => buffer,
+            Some(Answer::Busy) => return false,
+            _ => return true,
+        };
         let begin = self.shape.head_bytes();
         for part in self.shape.parts(copy.groups) {
             let to = &mut self.buffers[buffer.0 as usize][begin + part.range.start..begin + part.range.end];

@@ -80,6 +80,9 @@ impl Prefill {
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
         engine.note_cache_changes();
         let layout = Arc::new(geometry.layout.clone());
+        if world.stores {
+            engine.note_ended();
+        }
         let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.lease, world.overlaps);
         let model = world.model(&memory.bytes);
         Ok(Prefill {

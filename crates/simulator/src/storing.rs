@@ -106,8 +106,8 @@ impl World {
         Ok(None)
     }
 
-    fn wake_store<H: Host>(&mut self, place: Place) {
-        let Some(kept) = H::kept(self, place).as_mut() else { return };
+    pub(crate) fn wake_store<H: Host>(&mut self, place: Place) {
+        let Some(kept) = H::kept(self, place).as_mut().filter(|kept| !kept.idle()) else { return };
         if !std::mem::replace(&mut kept.awake, true) {
             let (process, at) = (H::process(place), self.soon());
             self.events.plan(at, Event::StoreTurn { process, life: self.life_of(process) });
@@ -123,12 +123,10 @@ impl World {
         kept.awake = false;
         kept.faults = faults;
         let done = kept.go_on(&bytes, &geometry, now);
-        let (idle, checked, struck) = (kept.idle(), kept.check(), std::mem::take(&mut kept.struck));
+        let (checked, struck) = (kept.check(), std::mem::take(&mut kept.struck));
         (0..struck).for_each(|_| self.faults.count(Fault::Store));
         checked.map_err(|what| self.violation("I6", format!("the store of {process}: {what}")))?;
-        if !idle {
-            self.wake_store::<H>(place);
-        }
+        self.wake_store::<H>(place);
         let command = match done {
             None => return Ok(()),
             Some(Done::Saved(seq)) => Command::Saved(seq),
@@ -177,6 +175,8 @@ impl World {
                     reads.extend(blocks);
                 }
             }
+            reads.extend(batch.copies.iter().map(|copy| (copy.group, copy.from)));
+            reads.extend(batch.swap_out.iter().map(|swap| (swap.group, swap.block)));
             let used = reads.iter().chain(&writes).filter(|(_, block)| *block != HOLE);
             let loaded = { used }.find(|at| among(&kept.written, **at)).map(|at| (*at, "loaded"));
             loaded.or_else(|| writes.iter().find(|at| among(&kept.read, **at)).map(|at| (*at, "saved")))
