@@ -87,13 +87,11 @@ impl Store {
         self.settle(name, place, old, ok && wanted);
         match old {
             Some(old) => self.moved(name, old, buffer),
-            None => {
-                self.ends_writing(name, buffer);
-                if !ok {
-                    // Once writes go on.
-                    self.look_at(name);
-                }
-            }
+            None => self.ends_writing(name, buffer),
+        }
+        if !ok {
+            // What is in host memory is written once writes go on.
+            self.look_at(name);
         }
     }
 
