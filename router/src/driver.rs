@@ -153,7 +153,7 @@ impl Driver {
                 }
                 Some(Effect::Fail(failure)) => {
                     let late = failure.late;
-                    let error = RequestError::from(self.waited.tell(failure));
+                    let error = RequestError::from(failure);
                     if late {
                         self.sink.record().rejected(&error);
                     }
@@ -211,7 +211,7 @@ impl Driver {
         let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
         let left = deadline.saturating_duration_since(now());
-        let slo = slo.map(|slo| Slo { deadline: Some(left), ..self.waited.less(slo) }).unwrap_or_default();
+        let slo = slo.map(|slo| Slo { deadline: Some(left), ..self.waited.of_slo(slo) }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
         NewRequest {
             prompt,

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_policy::{Asks, Begun, Failure, Slo, Ticket};
+use baton_policy::{Asks, Begun, Slo, Ticket};
 use baton_runtime::metrics as names;
 use baton_types::{Class, ErrorKind};
 use metrics::gauge;
@@ -13,9 +13,6 @@ use tokio::sync::oneshot;
 use crate::error::RequestError;
 use crate::standing::Standing;
 use crate::worker::Workers;
-
-/// A shorter wait for a turn is not told of.
-const TOLD: Duration = Duration::from_millis(100);
 
 type Core = baton_policy::Gate<u64, oneshot::Sender<Turn>>;
 
@@ -124,23 +121,14 @@ impl Waited {
         Waited { so_long, before: turn.before().filter(|_| shares) }
     }
 
-    /// Most tokens of prompts that each worker computes before the choice's own; `None`: all that are there.
+    /// About so many tokens of prompts each worker computes before the choice's own; `None`: all that are there.
     pub fn before(&self) -> Option<u64> {
         self.before
     }
 
-    /// What is left of the time to the first token.
-    pub fn less(&self, slo: Slo) -> Slo {
-        Slo { first_token: slo.first_token.map(|limit| limit.saturating_sub(self.so_long)), ..slo }
-    }
-
-    /// The failure of a choice that waited: what it says of times is of those after the wait.
-    pub fn tell(&self, failure: Failure) -> Failure {
-        if !failure.late || self.so_long < TOLD {
-            return failure;
-        }
-        let message = format!("after {:.1} s of waiting for its turn: {}", self.so_long.as_secs_f64(), failure.message);
-        Failure { message, ..failure }
+    /// The SLO of a choice that waited so long.
+    pub fn of_slo(&self, slo: Slo) -> Slo {
+        Slo { waited: self.so_long, ..slo }
     }
 
     /// The error of a choice that waited for its turn as long as its first token may take.
@@ -151,14 +139,14 @@ impl Waited {
             limit.as_secs_f64()
         );
         let error = RequestError::new(ErrorKind::ResourceExhausted, message).code("slo_missed");
-        RequestError { retry_after: Some(limit.max(TOLD)), ..error }
+        RequestError { retry_after: Some(limit), ..error }
     }
 }
 
 impl Turn {
-    /// Most tokens of prompts that workers compute before this choice's, where they go by tenants' shares.
+    /// About so many tokens of prompts workers compute before this choice's, where they go by tenants' shares.
     fn before(&self) -> Option<u64> {
-        self.begun.as_ref().map(Begun::before)
+        self.begun.as_ref().and_then(Begun::before)
     }
 
     /// The choice has this many tokens more. With the first, its prompt is computed.

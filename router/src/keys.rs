@@ -239,7 +239,7 @@ impl Entry {
         let slo = Slo {
             first_token: self.time("reject_ttft", self.reject_ttft.as_deref())?,
             token: self.time("reject_itl", self.reject_itl.as_deref())?,
-            deadline: None,
+            ..Slo::default()
         };
         let (lowest, highest) = Class::PRIORITIES;
         if !(lowest..=highest).contains(&highest_priority) {

@@ -251,7 +251,7 @@ impl Bound {
             max_attempts: config.max_attempts,
             worker_wait: config.worker_wait,
             patience: Patience { first_token: config.first_token_timeout, token: config.token_timeout },
-            slo: Slo { first_token: config.reject_ttft, token: config.reject_itl, deadline: None },
+            slo: Slo { first_token: config.reject_ttft, token: config.reject_itl, ..Slo::default() },
             predicts: config.predicts(),
             max_inflight: config.max_inflight,
             body_limit: usize::try_from(config.body_limit.0).unwrap_or(usize::MAX),

@@ -86,7 +86,7 @@ impl Standing {
 /// An SLO from its fields in a request, in milliseconds.
 pub(crate) fn slo(reject_ttft_ms: Option<u32>, reject_itl_ms: Option<u32>) -> Slo {
     let time = |ms: Option<u32>| ms.map(|ms| Duration::from_millis(ms.into()));
-    Slo { first_token: time(reject_ttft_ms), token: time(reject_itl_ms), deadline: None }
+    Slo { first_token: time(reject_ttft_ms), token: time(reject_itl_ms), ..Slo::default() }
 }
 
 #[cfg(test)]

@@ -272,7 +272,7 @@ mod tests {
             let slo = Slo {
                 first_token: first.map(Duration::from_millis),
                 token: token.map(Duration::from_millis),
-                deadline: None,
+                ..Slo::default()
             };
             Targets::of(&slo, class).map(|targets| (targets.first_token, targets.token))
         };

@@ -133,13 +133,16 @@ pub struct Begun<K> {
     kv_tokens: u64,
     /// It never has more tokens than this in a pool.
     most: u64,
-    before: u64,
+    before: Option<u64>,
 }
 
 impl<K> Begun<K> {
-    /// Most tokens of prompts of this class that the workers compute before this request's: those that its tenant has there, and others' in the
-    /// same time, as all share by their weights. Workers begin with what has a priority below 0, whosever it is; that is not in it.
-    pub fn before(&self) -> u64 {
+    /// About so many tokens of prompts of this class the workers compute before this request's, however many are there: those that its tenant has,
+    /// and others' in the same time, as all share by their weights. `None`: all that are there; nobody else has or wants any.
+    ///
+    /// Not in it is what workers begin with in any case: a priority below 0, and prompts that were overtaken often. Nor prompts that are computed
+    /// again.
+    pub fn before(&self) -> Option<u64> {
         self.before
     }
 }
@@ -274,8 +277,9 @@ impl<K: Ord + Clone, T> Side<K, T> {
             held.kv_tokens += kv_tokens;
         });
         let own = self.tenants.get(&tenant).map_or(0, |held| held.prompt_tokens);
-        let shared = u128::from(own) * self.weights() / u128::from(weight.max(1));
-        let before = u64::try_from(shared).unwrap_or(u64::MAX).saturating_sub(tokens.into());
+        let (weight, weights) = (u128::from(weight.max(1)), self.weights());
+        let shared = u64::try_from(u128::from(own) * weights / weight).unwrap_or(u64::MAX);
+        let before = (weights > weight).then(|| shared.saturating_sub(tokens.into()));
         Some((request, Begun { class, tenant, prompt_tokens: tokens, kv_tokens, most, before }))
     }
 

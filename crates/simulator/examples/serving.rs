@@ -66,7 +66,7 @@ fn main() {
             let hardware = Hardware::LLAMA_8B_ON_H200;
             let rejects = matches!(name, "early" | "rejecting");
             let limit = |seconds| rejects.then(|| Duration::from_secs_f64(seconds));
-            let slo = Slo { first_token: limit(ttft), token: limit(itl / 1e3), deadline: None };
+            let slo = Slo { first_token: limit(ttft), token: limit(itl / 1e3), ..Slo::default() };
             let [prefills, decodes, routers] = [prefills, decodes, routers].map(|count| count as usize);
             let setup = Setup { hardware, prefills, decodes, routers, policy, local: 256, slo };
             print(rate, name, &serve(&setup, &prompts), ttft, itl / 1e3);

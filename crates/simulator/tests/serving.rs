@@ -5,7 +5,7 @@ use std::time::Duration;
 use baton_policy::Slo;
 use baton_simulator::serving::{Hardware, Outcome, Policy, Prompt, Setup, serve};
 
-const NO_SLO: Slo = Slo { first_token: None, token: None, deadline: None };
+const NO_SLO: Slo = Slo { first_token: None, token: None, deadline: None, waited: Duration::ZERO };
 
 /// Conversations of six turns, which begin `every` so many ms. Each turn adds 512 tokens.
 fn conversations(count: u64, every: u64) -> Vec<Prompt> {
@@ -60,7 +60,7 @@ fn rejection_by_predicted_load_serves_more_in_time_and_keeps_the_load_even() {
         Prompt { at: 60_000 * at, input: 512 * blocks as u32, output: 40, names }
     };
     let prompts: Vec<Prompt> = (0..400).map(prompt).collect();
-    let slo = Slo { first_token: None, token: Some(Duration::from_millis(60)), deadline: None };
+    let slo = Slo { first_token: None, token: Some(Duration::from_millis(60)), ..Slo::default() };
     let fast = Hardware::LLAMA_8B_ON_H200;
     let hardware = Hardware { flops: fast.flops / 20.0, memory: fast.memory / 10.0, ..fast };
     let outcome =

@@ -353,7 +353,7 @@ mod tests {
         assert_eq!((input.max_tokens, input.seed, input.ignore_eos), (Some(7), Some(u64::MAX), true));
         assert_eq!(input.stop, ["END"]);
         let (first_token, token) = (Some(Duration::from_millis(700)), Some(Duration::from_millis(40)));
-        let slo = Slo { first_token, token, deadline: None };
+        let slo = Slo { first_token, token, ..Slo::default() };
         let want = Standing {
             cache_salt: "tenant".into(),
             priority: -1,

@@ -64,7 +64,7 @@ const INDEX: &str = include_str!("../../page/index.html");
 
 /// All routes of the page.
 pub(crate) fn routes(opened: &Opened, config: &RouterConfig) -> Router {
-    let slo = Slo { first_token: config.reject_ttft, token: config.reject_itl, deadline: None };
+    let slo = Slo { first_token: config.reject_ttft, token: config.reject_itl, ..Slo::default() };
     let targets = Targets::of(&slo, Class::Interactive).unwrap_or(Targets::USUAL);
     let (feed, since, tours) = (Feed::new(), Instant::now(), Arc::<Tours>::default());
     let [of_feed, of_requests, of_model, of_estimate, of_tour] = [opened; 5].map(Arc::clone);

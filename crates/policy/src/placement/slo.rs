@@ -18,6 +18,8 @@ pub struct Slo {
     /// The whole answer: what is left until its deadline. How long the answer will be nobody knows, so it is missed only where the first token
     /// would come later. And only where the wait for blocks is known, which one of 600 s is not.
     pub deadline: Option<Duration>,
+    /// How long it has waited already, of the time until the first token.
+    pub waited: Duration,
 }
 
 /// An SLO that no placement meets.
@@ -32,22 +34,25 @@ pub struct Missed {
     pub token: Option<Duration>,
     /// The time until the deadline, if the first token would come after it.
     pub deadline: Option<Duration>,
+    /// How long it had waited before this was predicted; the deadline's time begins after that.
+    pub waited: Duration,
 }
 
 impl Slo {
     /// What is not set of it is as in `other`.
     pub fn or(self, other: Slo) -> Slo {
         let (first_token, token) = (self.first_token.or(other.first_token), self.token.or(other.token));
-        Slo { first_token, token, deadline: self.deadline.or(other.deadline) }
+        Slo { first_token, token, deadline: self.deadline.or(other.deadline), waited: self.waited.max(other.waited) }
     }
 
     /// What of it is missed where this is predicted.
     pub(super) fn missed(&self, terms: &Terms) -> Option<Missed> {
         let over = |limit: Option<Duration>, seconds: f64| limit.filter(|limit| seconds > limit.as_secs_f64());
-        let (first_token, token) = (over(self.first_token, terms.first_token), over(self.token, terms.token));
+        let first_token = over(self.first_token, self.waited.as_secs_f64() + terms.first_token);
+        let token = over(self.token, terms.token);
         let deadline = over(self.deadline, if terms.room < FULL { terms.first_token } else { 0.0 });
         let missed = first_token.or(token).or(deadline).is_some();
-        missed.then_some(Missed { terms: *terms, first_token, token, deadline })
+        missed.then_some(Missed { terms: *terms, first_token, token, deadline, waited: self.waited })
     }
 }
 
@@ -56,7 +61,7 @@ impl Missed {
     pub(super) fn by(&self) -> f64 {
         let ratio =
             |limit: Option<Duration>, seconds: f64| limit.map_or(1.0, |limit| seconds / limit.as_secs_f64().max(1e-9));
-        let first = ratio(self.first_token, self.terms.first_token).max(ratio(self.deadline, self.terms.first_token));
+        let first = ratio(self.first_token, self.after()).max(ratio(self.deadline, self.terms.first_token));
         first.max(ratio(self.token, self.terms.token))
     }
 
@@ -66,7 +71,7 @@ impl Missed {
         let Terms { room, queue, first_token, token, answer, .. } = self.terms;
         let first = match self.first().map(|limit| limit.as_secs_f64()) {
             Some(limit) if first_token - room - queue > limit => return None,
-            Some(limit) => first_token - limit,
+            Some(limit) => self.after() - limit,
             None => 0.0,
         };
         // All answers that are here end within the time that one takes, one after the other.
@@ -80,6 +85,12 @@ impl Missed {
         self.first_token.into_iter().chain(self.deadline).min()
     }
 
+    /// When the first token is predicted, from the request's arrival on; the deadline's time begins after the wait.
+    fn after(&self) -> f64 {
+        let waited = if self.first_token.is_some() { self.waited.as_secs_f64() } else { 0.0 };
+        waited + self.terms.first_token
+    }
+
     fn text(&self) -> String {
         let Terms { compute, queue, room, token, .. } = self.terms;
         let mut text = String::new();
@@ -88,12 +99,15 @@ impl Missed {
             text = format!(
                 "the first token is predicted after {} and must come within {} ({why}): {} until the prompts before it are computed, {} for \
                  its own, {} until there are KV blocks",
-                say(self.terms.first_token),
+                say(self.after()),
                 say(limit.as_secs_f64()),
                 say(queue),
                 say(compute),
                 say(room)
             );
+            if self.after() > self.terms.first_token {
+                text += &format!(", after {} of waiting for its turn", say(self.waited.as_secs_f64()));
+            }
         }
         if let Some(limit) = self.token {
             let and = if text.is_empty() { "" } else { "; " };
@@ -139,7 +153,7 @@ mod tests {
 
     fn missed(first_token: Option<u64>, token: Option<u64>, terms: Terms) -> Option<Missed> {
         let ms = |limit: Option<u64>| limit.map(Duration::from_millis);
-        Slo { first_token: ms(first_token), token: ms(token), deadline: None }.missed(&terms)
+        Slo { first_token: ms(first_token), token: ms(token), ..Slo::default() }.missed(&terms)
     }
 
     #[test]
@@ -166,6 +180,28 @@ mod tests {
     }
 
     #[test]
+    fn what_waited_before_counts() {
+        let of = |ms, waited| {
+            let (first_token, waited) = (Some(Duration::from_millis(ms)), Duration::from_millis(waited));
+            Slo { first_token, waited, ..Slo::default() }.missed(&TERMS)
+        };
+        assert_eq!(of(9000, 1700), None);
+        let late = of(9000, 2700).unwrap();
+        assert!(
+            late.to_string()
+                .starts_with("the first token is predicted after 10 s and must come within 9.0 s (reject_ttft)")
+        );
+        assert!(
+            late.to_string().ends_with(", after 2.7 s of waiting for its turn; retry in 1 s, or add prefill workers"),
+            "{late}"
+        );
+        // By itself its prompt takes 1.2 s: another time it would be in time.
+        assert!(of(1300, 1250).unwrap().retry_after().is_some());
+        let slo = Slo { deadline: Some(Duration::from_millis(7300)), waited: Duration::from_secs(9), ..Slo::default() };
+        assert_eq!(slo.missed(&TERMS), None, "the deadline's time begins after the wait");
+    }
+
+    #[test]
     fn what_would_begin_after_its_deadline_is_missed() {
         let of = |ms, room| {
             let slo = Slo { deadline: Some(Duration::from_millis(ms)), ..Slo::default() };
@@ -183,7 +219,7 @@ mod tests {
         assert!(of(20_000, 20.0).is_some());
         assert_eq!(of(20_000, FULL), None, "nobody knows when there will be blocks");
         let both =
-            Slo { deadline: Some(Duration::from_secs(5)), first_token: Some(Duration::from_secs(6)), token: None };
+            Slo { deadline: Some(Duration::from_secs(5)), first_token: Some(Duration::from_secs(6)), ..Slo::default() };
         assert!(both.missed(&TERMS).unwrap().to_string().contains("within 5.0 s (the request's deadline)"));
     }
 

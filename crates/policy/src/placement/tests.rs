@@ -30,7 +30,7 @@ pub(super) const ASK: PlacementInput<'static> = PlacementInput {
     tokens: 100,
     answer: 100,
     block_size: 16,
-    slo: Slo { first_token: None, token: None, deadline: None },
+    slo: Slo { first_token: None, token: None, deadline: None, waited: Duration::ZERO },
     late: f64::INFINITY,
     delays: Delays { first_token: 0.0, token: 0.0, expected: 0.0 },
     split: true,
@@ -324,7 +324,7 @@ fn long_and_short_prompts_are_rejected_at_the_same_load() {
     let mut rejected = |tokens: u32, rows: u64, queued: u64| {
         view[..2].iter_mut().for_each(|prefill| prefill.load = queue(queued));
         view[2..].iter_mut().for_each(|decode| decode.load = self::rows(rows));
-        let slo = Slo { first_token: None, token: Some(Duration::from_millis(25)), deadline: None };
+        let slo = Slo { first_token: None, token: Some(Duration::from_millis(25)), ..Slo::default() };
         policy.place(&view, &PlacementInput { tokens, slo, ..ASK }).is_err()
     };
     assert_eq!((rejected(2000, 59, 0), rejected(20_000, 59, 0)), (true, true));

@@ -58,7 +58,7 @@ pub struct NewRequest {
     pub class: Class,
     /// A prefill worker is to compute the prompt, where there is one, however short it is.
     pub handed_over: bool,
-    /// Most tokens of prompts that each worker computes before this one's, as its tenant has a share of its own; `None`: all that are there.
+    /// About so many tokens of prompts each worker computes before this one's, as its tenant has a share of its own; `None`: all that are there.
     pub before: Option<u64>,
 }
 

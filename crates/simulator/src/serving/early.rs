@@ -1,6 +1,8 @@
 //! Early rejection by the load at present, to compare with (Qin et al., "Mooncake", FAST 2025, section 7.2, which finds that it lets the load
 //! of prefill and decode workers go up and down in turn).
 
+use std::time::Duration;
+
 use baton_latency::StepWork;
 use baton_policy::{Candidate, Chosen, Missed, Placement, PlacementError, PlacementInput, Predicted, Slo, Terms};
 
@@ -15,12 +17,18 @@ impl Placement for PresentLoad {
         let (Some(why), Some(load)) = (chosen.why, decode) else { return Ok(chosen) };
         let answers = StepWork { tokens: 0, pairs: 0, ..load.work }.with_row(request.tokens.into());
         let terms = Terms { token: load.cost.step(&answers), ..why.terms };
-        let over = |limit: &std::time::Duration, seconds: f64| seconds > limit.as_secs_f64();
+        let over = |limit: &Duration, seconds: f64| seconds > limit.as_secs_f64();
         let first_token = request.slo.first_token.filter(|limit| over(limit, terms.first_token));
         let token = request.slo.token.filter(|limit| over(limit, terms.token));
         match (first_token, token) {
             (None, None) => Ok(chosen),
-            _ => Err(PlacementError::Late(Box::new(Missed { terms, first_token, token, deadline: None }))),
+            _ => Err(PlacementError::Late(Box::new(Missed {
+                terms,
+                first_token,
+                token,
+                deadline: None,
+                waited: Duration::ZERO,
+            }))),
         }
     }
 

@@ -36,7 +36,7 @@ pub struct Ask {
     pub slo: Slo,
     /// Batch requests wait for all that a worker has to do, interactive ones for other interactive ones alone.
     pub class: Class,
-    /// Most tokens of prompts that each worker computes before this one's, for each router; `None`: all that are there.
+    /// About so many tokens of prompts each worker computes before this one's, where this router is the only one; `None`: all that are there.
     pub before: Option<u64>,
 }
 

@@ -53,7 +53,7 @@ pub(super) struct Worker {
 
 /// Which workers are fit for a request.
 pub(super) type Fit<'a> = &'a dyn Fn(&Worker) -> bool;
-/// A request's model, class, and most tokens of prompts before it that come from one router.
+/// A request's model, class, and most tokens of prompts before it of its class, as far as tenants share.
 pub(super) type For<'a> = (&'a str, Class, Option<u64>);
 
 impl Worker {
@@ -97,8 +97,8 @@ impl Worker {
         let (draining, in_flight) = (self.drains(), self.in_flight());
         let load = self.load.now(in_flight, now);
         let load = if class.is_batch() { load } else { load.map(Backlog::for_interactive) };
-        // Each router lets as much of the tenant's in as this one.
-        let before = before.map(|before| before.saturating_mul(self.load.routers()));
+        // What other routers let in is not known here.
+        let before = before.filter(|_| self.load.routers() == 1);
         let load = load.map(|load| before.map_or(load, |before| load.for_tenant(before)));
         Candidate { id, role, model, layout, draining, in_flight, load, links, exchanges }
     }
