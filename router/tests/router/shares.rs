@@ -23,10 +23,14 @@ async fn cluster() -> (Cluster, tempfile::TempDir) {
 async fn a_tenant_is_not_refused_for_the_prompts_of_others() {
     let (mut cluster, _folder) = cluster().await;
     let prefill = cluster.add_with(Role::Prefill, |worker| worker.news_will_be([queues(9000)])).await;
-    cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
+    let decode = cluster.add_with(Role::Decode, |worker| worker.news_will_be([gives(1)])).await;
     cluster.readiness.wait().await;
     cluster.seen(2).await;
     prefill.was_followed(1).await;
+    // What the other tenant has at the workers.
+    decode.decode_will([Decode::Stall(1)]);
+    let mut other = ask(&cluster, Some("one"), &json!({"prompt": "hi", "stream": true})).await;
+    assert!(other.chunk().await.unwrap().is_some());
     let ask = async |priority: i32| {
         let body = json!({"prompt": "hi", "max_tokens": 3, "reject_ttft_ms": 2000, "priority": priority});
         ask(&cluster, Some("two"), &body).await
@@ -43,6 +47,7 @@ async fn a_tenant_is_not_refused_for_the_prompts_of_others() {
     let refused = tokio::time::timeout(Duration::from_secs(30), refused).await.expect("a prompt is refused");
     assert_eq!(refused, json!("slo_missed"));
     assert_eq!(ask(0).await.status(), 200);
+    drop(other);
     cluster.stop().await;
 }
 
