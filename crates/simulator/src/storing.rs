@@ -68,7 +68,8 @@ impl World {
         }
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
         // Often less than it takes.
-        let deadline = Time(now.0 + 1000 * self.random.within(100, 200_000));
+        let most = if self.random.chance(500) { 2_000 } else { 200_000 };
+        let deadline = Time(now.0 + 1000 * self.random.within(1, most));
         let prefix = Box::new(baton_engine::Exchange { request_id, tokens, prefix, deadline });
         Some(Command::Load { prefix, seconds: 0.0 })
     }
