@@ -29,6 +29,7 @@ use baton_types::SeqId;
 
 use crate::chunk::chunk_at;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
+use crate::share::Shares;
 use crate::{Engine, EngineConfig, Event, Order, SequenceError, Start, Step, StepRow, Time};
 
 /// Most steps that are planned and not applied: the one being computed and the one launched behind it.
@@ -244,14 +245,19 @@ impl Engine {
     }
 
     /// Most tokens of a sequence in the next step. Where it is the only one, nobody waits for a step, and its chunks are whole. What one chunk
-    /// computes behind a cached prefix is not split.
+    /// computes behind a cached prefix is not split. Chunks of batch work, and where tenants share, are the shortest: who comes next, and is to go
+    /// first, waits for the step that is being computed.
     fn chunk_of(&self, sequence: &Sequence) -> u32 {
         let EngineConfig { chunk, pack_tokens, .. } = self.config;
+        let least = pack_tokens.max(chunk / LEAST_CHUNK).min(chunk);
         let alone = self.running.len() + self.waiting.len() + self.receiving.len() == 1;
         if alone || sequence.fresh && sequence.lacks() <= chunk {
             return chunk;
         }
-        chunk_at(sequence.next_start(), chunk, pack_tokens.max(chunk / LEAST_CHUNK), self.pairs_per_token)
+        if sequence.turn.is_batch() || self.shares.iter().any(Shares::are_several) {
+            return least;
+        }
+        chunk_at(sequence.next_start(), chunk, least, self.pairs_per_token)
     }
 
     pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {

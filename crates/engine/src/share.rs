@@ -45,6 +45,11 @@ pub(crate) struct Shares {
 }
 
 impl Shares {
+    /// More than one tenant has come.
+    pub fn are_several(&self) -> bool {
+        self.last.len() > 1
+    }
+
     /// The tags of a new sequence with this many tokens. `earliest`: the earliest start tag of the sequences whose prompts are not computed;
     /// `None` when there are none.
     pub fn tags(&mut self, share: Share, tokens: u32, earliest: Option<u64>) -> Tags {

@@ -7,7 +7,7 @@ mod rig;
 use baton_engine::{
     Aborted, Engine, EngineConfig, EngineError, Event, NewSequence, Order, SequenceError, Share, Start, Time, fake,
 };
-use baton_types::{BatonError, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
+use baton_types::{BatonError, Class, ErrorKind, FinishReason, PoolGeometry, RequestId, SamplingParams, SeqId};
 use proptest::prelude::*;
 use rig::{LIMITS, Rig, VOCAB, first, layout, request};
 
@@ -197,6 +197,24 @@ fn chunks_of_a_long_prompt_get_shorter_beside_others() {
     assert_eq!(lens(1, 1), [64, 16, 16, 16], "a quarter at least");
     assert_eq!(lens(0, 1), [64; 4], "while the cost is not known");
     assert_eq!(lens(300, 0), [64; 4], "nobody waits");
+}
+
+/// Who has a share of the computing waits for a short step, not for a whole one of somebody else.
+#[test]
+fn chunks_are_short_where_tenants_share() {
+    let config = EngineConfig { order: Order::Priority, overtakes: 9, chunk: 64, pack_tokens: 20, ..LIMITS };
+    let lens = |tenants: &[u64], priority| {
+        let mut rig = Rig::new(config, 400);
+        for tenant in tenants {
+            let share = Share { tenant: *tenant, weight: 1 };
+            rig.engine.submit(NewSequence { share, priority, ..request(Start::ComputeAndHold, 400, 2) }).unwrap();
+        }
+        (0..3).map(|_| rig.step()[0].1).collect::<Vec<u32>>()
+    };
+    let batch = Class::Batch.at_workers(0);
+    assert_eq!(lens(&[1, 1], 0), [64; 3], "of one tenant");
+    assert_eq!(lens(&[1, 2], 0), [20; 3]);
+    assert_eq!((lens(&[1, 1], batch), lens(&[1], batch)), (vec![20; 3], vec![64; 3]));
 }
 
 /// A step's rest is no way around a share: a short prompt goes before a longer one of its own tenant, not of another.
