@@ -325,6 +325,7 @@ impl Workers {
         self.fleet().begun(chosen);
     }
 
+            Ok(_) => self.fleet().fetched(to),
     /// What came of a placement with these predictions: seconds to the first token, and from one token to the next.
     pub fn measured(&self, number: u64, predicted: &Terms, first: Option<f64>, token: Option<f64>) {
         let errors = {

@@ -27,7 +27,7 @@ mod roster;
 pub use keeping::Keep;
 use keeping::Keeping;
 pub use placing::{Ask, Known};
-use roster::{Roster, Worker, works};
+use roster::{Apart, Roster, Worker, works};
 
 /// How often a lost worker is asked whether it is back.
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
@@ -37,8 +37,6 @@ const PREFIXES: usize = 1 << 16;
 const FIRST_ANSWER: f64 = 200.0;
 /// How fast the expected length of an answer follows.
 const ANSWER_FOLLOWS: f64 = 0.02;
-/// How long a worker exchanges no prefixes after one could not be moved to it.
-const APART: Duration = Duration::from_secs(30);
 /// Workers beside which one is judged, where there are more than twice as many.
 const EQUALS: usize = 64;
 /// Tokens of a block, unless a worker is set otherwise.
@@ -213,11 +211,18 @@ impl Fleet {
         (self.calibrations.first_token.error(), self.calibrations.expected.error())
     }
 
-    /// No prefix could be moved between these workers, though both were asked and said yes: their network does not let it through, or is too slow.
-    /// For a while none is moved to or from the one that was to take it.
+    /// A prefix could not be moved to this worker, though both were asked and said yes: their network does not let it through, or is too slow. For a
+    /// while none is moved to or from it: seconds at first, since what connects them may just have been slow to begin.
     pub fn not_fetched(&mut self, to: WorkerId, now: Instant) {
         if let Some(worker) = self.roster.get_mut(to) {
-            worker.apart = Some(now + APART);
+            worker.apart.fail(now);
+        }
+    }
+
+    /// A prefix was moved to this worker.
+    pub fn fetched(&mut self, to: WorkerId) {
+        if let Some(worker) = self.roster.get_mut(to) {
+            worker.apart = Apart::default();
         }
     }
 

@@ -232,7 +232,7 @@ mod tests {
         let (mut fleet, names, now) = (fleet(&two()), names(0, 100), Instant::now());
         fleet.not_fetched(STORE, now);
         let keep = |at| fleet.keep(&names, Known::from(&[holder(WORKER, 100)]), at).is_some();
-        assert_eq!([keep(now), keep(now + Duration::from_secs(31))], [false, true]);
+        assert_eq!([keep(now), keep(now + Duration::from_secs(3))], [false, true]);
         let mut fleet = super::tests::fleet(&two());
         fleet.silent(WORKER, now);
         assert!(fleet.keep(&names, Known::from(&[holder(WORKER, 100)]), now).is_some(), "its requests will notice");

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_latency::Backlog;
 use baton_membership::{Member, Role, View};
@@ -12,6 +12,10 @@ use baton_types::{Class, WorkerId, mix};
 use super::Changes;
 use crate::placement::{Candidate, Links};
 use crate::router::load::Load;
+
+/// How long a worker exchanges no prefixes after one could not be moved to it, and after many.
+const FIRST_PAUSE: Duration = Duration::from_secs(2);
+const LAST_PAUSE: Duration = Duration::from_secs(32);
 
 /// The workers of a view, in the order of their ids.
 #[derive(Debug, Default)]
@@ -47,8 +51,30 @@ pub(super) struct Worker {
     pub links: Links,
     /// Workers with equal ones exchange prefixes; 0: it exchanges none.
     pub exchanges: u64,
-    /// Until when it exchanges none all the same.
-    pub apart: Option<Instant>,
+    /// Set: none could be moved to it.
+    pub apart: Apart,
+}
+
+/// Prefixes that could not be moved to a worker: after each one none is moved for a while, twice as long as after the one before.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Apart {
+    until: Option<Instant>,
+    pause: Duration,
+}
+
+impl Apart {
+    /// One more was not moved.
+    pub fn fail(&mut self, now: Instant) {
+        // Those that were under way with it say nothing new.
+        if self.is_over(now) {
+            self.pause = (2 * self.pause).clamp(FIRST_PAUSE, LAST_PAUSE);
+            self.until = Some(now + self.pause);
+        }
+    }
+
+    fn is_over(&self, now: Instant) -> bool {
+        self.until.is_none_or(|until| until <= now)
+    }
 }
 
 /// Which workers are fit for a request.
@@ -74,7 +100,7 @@ impl Worker {
             load,
             links,
             exchanges,
-            apart: None,
+            apart: Apart::default(),
         }
     }
 
@@ -88,7 +114,7 @@ impl Worker {
 
     /// Whether prefixes may move to it and from it: none has failed on the way lately.
     pub fn gives(&self, now: Instant) -> bool {
-        self.apart.is_none_or(|until| until <= now)
+        self.apart.is_over(now)
     }
 
     fn candidate<'a>(&'a self, (model, class, before): For<'a>, now: Instant) -> Candidate<'a> {
