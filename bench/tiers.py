@@ -167,7 +167,8 @@ def tell(what, of):
 def beside(cluster, options, salt):
     """The time between tokens of an answer: alone, while prompts come whose prefixes are in the pool, and while theirs are loaded."""
     length = options.lengths[0]
-    prompts = [random_ids(length, next(salt)) for _ in range(8)]
+    # One token after the last whole block: only that is computed, wherever the rest comes from.
+    prompts = [random_ids(length // 16 * 16 + 1, next(salt)) for _ in range(8)]
     for prompt in prompts:
         ask(cluster, prompt)
     time.sleep(1)
@@ -178,7 +179,7 @@ def beside(cluster, options, salt):
         thread.start()
         while prompts and thread.is_alive():
             first, _, cached = ask(cluster, prompts[len(firsts) % len(prompts)], 1)
-            if cached < length - 16:
+            if cached < length // 16 * 16:
                 raise SystemExit(f"{where}: {cached} of {length} tokens were cached")
             firsts.append(first)
             time.sleep(PAUSE)
