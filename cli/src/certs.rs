@@ -56,7 +56,7 @@ pub fn command() -> Command {
 }
 
 /// Certificates as Secrets.
-fn secret_args() -> [Arg; 4] {
+fn secret_args() -> [Arg; 5] {
     let arg = |name: &'static str| Arg::new(name).long(name).requires("secret").value_name("NAME");
     let each = |name: &'static str, what: &'static str| {
         arg(name).value_name(what).action(ArgAction::Append).value_parser(pair)
@@ -68,6 +68,9 @@ fn secret_args() -> [Arg; 4] {
         ),
         arg("namespace").short('n').help("Their namespace [default: that of the kubeconfig's context, or of this pod]"),
         each("server", "NAME=HOST,…").help("A certificate PREFIX-NAME for another server, such as etcd, known by these hosts; may be repeated"),
+        Arg::new("kv-secret").long("kv-secret").requires("secret").action(ArgAction::SetTrue).help(
+            "Also PREFIX-kv: a random secret for --kv-secret-file, made once and never changed",
+        ),
         each("label", "KEY=VALUE").help("A label of the Secrets; may be repeated"),
     ]
 }
@@ -90,6 +93,7 @@ fn secrets(matches: &ArgMatches, prefix: &str, cluster: &str, days: u64) -> anyh
         holders: TlsRole::ALL.into_iter().map(Holder::Role).chain(servers).collect(),
         days,
         change: changes.into_iter().find(|(flag, _)| matches.get_flag(flag)).map_or(Change::Nothing, |found| found.1),
+        kv_secret: matches.get_flag("kv-secret"),
         labels: pairs("label").collect(),
     };
     let namespace = matches.get_one::<String>("namespace").map(String::as_str);

@@ -398,5 +398,6 @@ fn member(address: SocketAddr, admin: SocketAddr, tls: Option<&Tls>) -> Member {
         draining: false,
         late_targets: false,
         exchanges: 0,
+        kv_secret: 0,
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use baton_model_files::fetch;
 use baton_runtime::tls::TlsRole;
-use baton_runtime::{Bytes, FetchConfig, Parsed, Process, ProcessConfig, Tls, config::format_duration};
+use baton_runtime::{Bytes, FetchConfig, Parsed, Process, ProcessConfig, Tls, config::format_duration, make_secret};
 use baton_transfer::TransportChoice;
 use baton_types::KvDtype;
 use baton_worker::{BackendKind, Quantization};
@@ -84,6 +84,9 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object, of all workers together, each an equal part.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// File with a secret from which the names follow by which the processes speak of KV (see baton decode --help); default: the file secret
+        /// in kv_disk, which is made if it is not there; without kv_disk none.
+        kv_secret_file: Option<PathBuf> = None,
         /// Number of KV stores: processes that keep KV that workers computed, and give it to workers that lack it (docs/kv-store.md). They have
         /// parts of kv_host, kv_disk and kv_object as workers do.
         kv_stores: u32 = 0,
@@ -158,6 +161,7 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     if let Some(tls) = &tls {
         process.tasks.spawn("certificates", tls.clone().watch(shutdown.clone()));
     }
+    config.kv_secret_file = kv_secret(&config)?;
     let mut supervisor = Supervisor::new(program, tls);
     supervisor.keep_kv_in(config.kv_disk.clone(), config.kv_object.clone());
     let insecure = config.insecure_internal.then(|| "--insecure-internal".to_owned());
@@ -211,6 +215,17 @@ pub async fn run(mut config: UpConfig) -> anyhow::Result<()> {
     // Also after an error, so that no process is left behind.
     supervisor.stop(&shutdown).await;
     outcome
+}
+
+/// The file with the secret of this cluster's KV.
+fn kv_secret(config: &UpConfig) -> anyhow::Result<Option<PathBuf>> {
+    let (None, Some(folder)) = (&config.kv_secret_file, &config.kv_disk) else {
+        return Ok(config.kv_secret_file.clone());
+    };
+    std::fs::create_dir_all(folder).with_context(|| format!("making kv_disk {}", folder.display()))?;
+    let path = folder.join("secret");
+    make_secret(&path)?;
+    Ok(Some(path))
 }
 
 /// Refuses an admin address that this program could not ask itself.
@@ -371,6 +386,7 @@ fn common_args(config: &UpConfig, admin: impl ToString) -> Vec<String> {
     args.extend(config.fetch.hub_endpoint.iter().flat_map(|url| flag("hub-endpoint", url)));
     args.extend(config.fetch.hub_token_file.iter().flat_map(|path| flag("hub-token-file", path.display())));
     args.extend(config.fetch.model_peers.iter().flat_map(|peers| flag("model-peers", peers)));
+    args.extend(config.kv_secret_file.iter().flat_map(|path| flag("kv-secret-file", path.display())));
     args.extend(flag("log", &config.process.log));
     args.extend(flag("log-format", config.process.log_format));
     args.extend(config.process.otlp_endpoint.iter().flat_map(|endpoint| flag("otlp-endpoint", endpoint)));

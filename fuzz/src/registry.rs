@@ -53,6 +53,7 @@ pub(crate) fn registry_seeds() -> Vec<Vec<u8>> {
         draining: false,
         late_targets: true,
         exchanges: 9,
+        kv_secret: 0,
     };
     let (one, other) = (member(1, Role::Prefill), member(2, Role::Supervisor));
     let register = v1::RegisterRequest { member: Some(member_to_proto(one.clone())), ttl_ms: 5_000 };

@@ -59,6 +59,9 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// File with a secret of the cluster, 16 bytes or more, the same for all its processes: the names by which they speak of KV follow from
+        /// it, so that who sees names cannot tell whose prompts they are. With another one, KV of before is not found. Default: no secret.
+        kv_secret_file: Option<PathBuf> = None,
         /// Tokens of a KV block, as the workers have it.
         block_size: u32 = 16,
         /// As the workers have it: layers of full attention see only the first tokens and this many of the last; default: they see all.
@@ -133,6 +136,7 @@ impl From<KvStoreConfig> for WorkerConfig {
             kv_disk_size: config.kv_disk_size,
             kv_object: config.kv_object,
             kv_object_size: config.kv_object_size,
+            kv_secret_file: config.kv_secret_file,
             block_size: config.block_size,
             attention_window: config.attention_window,
             attention_sinks: config.attention_sinks,

@@ -77,6 +77,9 @@ baton_runtime::config! {
         /// Prompt tokens that may wait at each worker that computes prompts: of all requests with keys_file, else of batch requests. Further
         /// requests wait in the router, so that tenants take turns. More keeps fast workers busy; less lets other tenants in sooner.
         fair_window: u32 = 8192,
+        /// File with a secret of the cluster, 16 bytes or more, the same for all its processes: the names by which they speak of KV follow from
+        /// it, so that who sees names cannot tell whose prompts they are. With another one, KV of before is not found. Default: no secret.
+        kv_secret_file: Option<PathBuf> = None,
         /// A file that keeps the latest view of the workers, so that a router that restarts while the registry is away serves at once.
         /// Default: none.
         view_file: Option<PathBuf> = None,

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_policy::{
-    BlockName, Choice, ChoiceInput, DecodeWord, Effect, Fetch, NewRequest, Patience, PrefillWord, RequestLimits,
-    Sequence, Slo, Taken, Targets,
+    BlockName, Choice, ChoiceInput, DecodeWord, Effect, Fetch, NameChain, NewRequest, Patience, PrefillWord,
+    RequestLimits, Sequence, Slo, Taken, Targets,
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
@@ -35,6 +35,8 @@ pub(crate) struct Job {
     pub prompt: Arc<[u32]>,
     /// Names of the prompt's blocks.
     pub names: Arc<[BlockName]>,
+    /// What comes before the first of them.
+    pub root: NameChain,
     /// Tokens of each of these blocks.
     pub block_size: u32,
     /// How to sample the answer.
@@ -201,14 +203,14 @@ impl Driver {
     }
 
     fn new_request(&self) -> NewRequest {
-        let Job { prompt, names, block_size, sampling, standing, deadline, patience, slo, .. } = &self.job;
+        let Job { prompt, names, root, block_size, sampling, standing, deadline, patience, slo, .. } = &self.job;
         let limits = RequestLimits {
             max_tokens: sampling.max_tokens,
             stop_token_ids: sampling.stop_token_ids.clone(),
             max_attempts: self.job.max_attempts,
             worker_wait: self.job.worker_wait,
         };
-        let (prompt, names, cache_salt) = (Arc::clone(prompt), Arc::clone(names), standing.cache_salt.clone());
+        let (prompt, names, root) = (Arc::clone(prompt), Arc::clone(names), *root);
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
         let left = deadline.saturating_duration_since(now());
         let slo = slo.map(|slo| Slo { deadline: Some(left), ..self.waited.of_slo(slo) }).unwrap_or_default();
@@ -217,7 +219,7 @@ impl Driver {
             prompt,
             names,
             block_size,
-            cache_salt,
+            root,
             scored,
             limits,
             deadline,

@@ -214,8 +214,9 @@ impl Front {
             Class::Batch => Patience { first_token: LONGEST, token: LONGEST },
         };
         let block_size = workers.block_size();
+        let root = workers.root(&standing.cache_salt, block_size);
         for plan in planned {
-            let names: Arc<[BlockName]> = Prefixes::names(&standing.cache_salt, block_size, &[], &plan.prompt).into();
+            let names: Arc<[BlockName]> = Prefixes::names(root, block_size, &[], &plan.prompt).into();
             // Choices of one prompt share its KV.
             let mut tokens = plan.prompt.len() as u32;
             for sampling in plan.choices {
@@ -243,6 +244,7 @@ impl Front {
                     request_id,
                     prompt,
                     names,
+                    root,
                     block_size,
                     sampling,
                     standing,

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use baton_cluster::View;
-use baton_runtime::Tls;
 use baton_types::{ErrorKind, SamplingParams};
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -12,7 +11,7 @@ use crate::config::RouterConfig;
 use crate::error::{RequestError, RouterError};
 use crate::gate::Gate;
 use crate::model::ServedModel;
-use crate::worker::Workers;
+use crate::worker::{Shared, Workers};
 
 /// A model with its workers.
 #[derive(Clone)]
@@ -55,8 +54,8 @@ impl Defaults {
 }
 
 impl Served {
-    fn new(model: ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Served {
-        let workers = Arc::new(Workers::new(&model, config, tls));
+    fn new(model: ServedModel, config: &RouterConfig, shared: Shared<'_>) -> Served {
+        let workers = Arc::new(Workers::new(&model, config, shared));
         let gate = Gate::new(Arc::clone(&workers));
         Served { model: Arc::new(model), workers, gate }
     }
@@ -76,9 +75,9 @@ impl Models {
     pub fn new(
         models: impl IntoIterator<Item = ServedModel>,
         config: &RouterConfig,
-        tls: Option<&Tls>,
+        shared: Shared<'_>,
     ) -> Result<Models, RouterError> {
-        let served = |model| Served::new(model, config, tls);
+        let served = |model| Served::new(model, config, shared);
         let mut all = models.into_iter().map(served);
         let first = all.next().ok_or(RouterError::NoModel)?;
         let mut models = Models { first, others: all.collect(), defaults: Arc::default() };

@@ -9,11 +9,13 @@ use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use baton_cluster::{EmbeddedRegistry, Registry, Restored, ViewReceiver};
 use baton_model_text::fetch;
-use baton_policy::{Patience, Slo};
+use baton_policy::{NameSecret, Patience, Slo};
 use baton_proto::v1::DESCRIPTORS;
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_runtime::tls::{HTTP2_BEGINNING, PublicTls, TlsRole, alpn};
-use baton_runtime::{AdminRoutes, FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks, Tls};
+use baton_runtime::{
+    AdminRoutes, FetchConfig, Outcome, Process, Readiness, RuntimeError, Shutdown, Tasks, Tls, secret_in,
+};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -32,6 +34,7 @@ use crate::page::{self, Opened};
 use crate::serving::{ListenerTls, Serving};
 use crate::view_file;
 use crate::watcher::{INFERENCE, Watcher};
+use crate::worker::Shared;
 
 /// Maximum size of a message to health or reflection, which need no key.
 const SMALL: usize = 64 << 10;
@@ -206,6 +209,7 @@ struct Bound {
     /// For clients.
     public: Option<PublicTls>,
     keys: Option<Arc<KeyRing>>,
+    secret: NameSecret,
     /// SIGHUP, of a process that is only a router.
     hangups: Option<Signal>,
 }
@@ -218,13 +222,15 @@ impl Bound {
         let public = PublicTls::open(("public_tls_cert", cert), ("public_tls_key", key))?;
         let keys =
             config.keys_file.as_deref().map(|path| KeyRing::open(path, config.predicts())).transpose()?.map(Arc::new);
+        let secret = config.kv_secret_file.as_deref().map(|path| secret_in("kv_secret_file", path)).transpose()?;
+        let secret = secret.map(|secret| NameSecret::of(&secret)).unwrap_or_default();
         let http = baton_runtime::listen(config.http, "--http").await?;
         let grpc = baton_runtime::listen(config.grpc, "--grpc").await?;
         let internal = match config.registry.as_str() {
             EMBEDDED => Some(baton_runtime::listen(config.internal, "--internal").await?),
             _ => None,
         };
-        Ok(Bound { http, grpc, internal, tls, public, keys, hangups: None })
+        Ok(Bound { http, grpc, internal, tls, public, keys, secret, hangups: None })
     }
 
     /// What the listeners speak.
@@ -245,7 +251,8 @@ impl Bound {
         tasks: &Tasks,
         readiness: Readiness,
     ) -> Result<RunningRouter, RouterError> {
-        let models = Arc::new(Models::new(models, config, self.tls.as_ref())?);
+        let shared = Shared { tls: self.tls.as_ref(), secret: self.secret };
+        let models = Arc::new(Models::new(models, config, shared)?);
         let limits = FrontLimits {
             request_timeout: config.request_timeout,
             max_attempts: config.max_attempts,

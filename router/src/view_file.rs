@@ -109,6 +109,7 @@ mod tests {
             draining: false,
             late_targets: false,
             exchanges: 0,
+            kv_secret: 0,
         }
     }
 

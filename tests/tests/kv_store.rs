@@ -190,6 +190,45 @@ fn a_store_finds_on_its_disk_what_the_one_before_took() -> anyhow::Result<()> {
     cluster.stop()
 }
 
+/// Names follow from a secret: router, workers and store find each other's KV by it, and a store with another one takes nothing.
+#[test]
+fn those_with_one_secret_find_each_others_kv_and_others_do_not() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let secret = |name: &str| -> anyhow::Result<String> {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("the secret of {name}"))?;
+        Ok(path.display().to_string())
+    };
+    let (ours, others) = (secret("our cluster")?, secret("another cluster")?);
+    let args = ["--insecure-internal", "--kv-secret-file", &ours].map(str::to_owned).to_vec();
+    let cluster = Cluster::start(ClusterOptions { args, ..ClusterOptions::new(model.path()) })?;
+    let start = |file: &str| {
+        let store = Store::start(&cluster, model.path(), &["--kv-memory", "64MiB", "--kv-secret-file", file])?;
+        cluster.wait_for_members(|members| members.iter().any(|member| member.role == Role::KvStore))?;
+        anyhow::Ok(store)
+    };
+    let kept = || {
+        let store = cluster.members().into_iter().find(|member| member.role == Role::KvStore)?;
+        Some(cluster.block_on(baton_tests::cluster::status(&store)).ok()?.blocks?.cached)
+    };
+    let store = start(&others)?;
+    ask(&cluster, 1)?;
+    std::thread::sleep(Duration::from_secs(2));
+    ensure!(kept() == Some(0), "{:?} blocks under another secret", kept());
+    store.end()?;
+    cluster.wait_for_members(|members| !members.iter().any(|member| member.role == Role::KvStore))?;
+    let store = start(&ours)?;
+    let (want, _) = ask(&cluster, 2)?;
+    wait(|| (kept()? >= BLOCKS).then_some(()))?;
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    let (got, cached) = ask(&cluster, 2)?;
+    ensure!(got == want && cached >= 16 * BLOCKS - 16, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+    store.end()?;
+    cluster.wait_idle_workers(2)?;
+    cluster.stop()
+}
+
 /// A cluster without stores gets two, loses one by `baton drain`, and then the other; what they held is computed again.
 #[test]
 fn stores_come_and_go_while_the_cluster_serves() -> anyhow::Result<()> {

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use baton_runtime::tls::{Authority, Issued, TlsRole, newest_certificate, write_private};
-use baton_runtime::{Tls, TlsConfig};
+use baton_runtime::{Tls, TlsConfig, random_secret};
 use baton_types::random_u64;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -54,6 +54,8 @@ pub struct Wanted {
     pub holders: Vec<Holder>,
     pub days: u64,
     pub change: Change,
+    /// A secret from which the names of KV follow, too.
+    pub kv_secret: bool,
     /// Labels of the Secrets.
     pub labels: BTreeMap<String, String>,
 }
@@ -167,9 +169,25 @@ pub async fn certs(wanted: &Wanted, namespace: Option<&str>) -> anyhow::Result<(
             .with_context(|| format!("writing Secret {name}"))?;
         println!("{namespace}/{name}: written");
     }
+    if wanted.kv_secret {
+        make_kv_secret(&api, &format!("{}-kv", wanted.prefix), &wanted.labels).await?;
+    }
     if writes.is_empty() {
         println!("{namespace}: all {} Secrets are there, and none ends soon", there.len());
     }
+    Ok(())
+}
+
+/// Makes the Secret from which the names of KV follow. One that is there stays: with another one, KV that is kept would not be found.
+async fn make_kv_secret(api: &Api<Secret>, name: &str, labels: &BTreeMap<String, String>) -> anyhow::Result<()> {
+    if answered(api.get_opt(name)).await.with_context(|| format!("reading Secret {name}"))?.is_some() {
+        return Ok(());
+    }
+    let data = [("secret".to_owned(), ByteString(random_secret()?.into_bytes()))].into();
+    let metadata = ObjectMeta { name: Some(name.to_owned()), labels: Some(labels.clone()), ..ObjectMeta::default() };
+    let secret = Secret { metadata, data: Some(data), ..Secret::default() };
+    answered(api.create(&PostParams::default(), &secret)).await.with_context(|| format!("writing Secret {name}"))?;
+    println!("{name}: written");
     Ok(())
 }
 
@@ -239,6 +257,7 @@ mod tests {
             holders: TlsRole::ALL.into_iter().map(Holder::Role).chain([etcd]).collect(),
             days: 90,
             change,
+            kv_secret: false,
             labels: BTreeMap::new(),
         }
     }

@@ -80,6 +80,7 @@ fn member(id: u64) -> Member {
         draining: false,
         late_targets: true,
         exchanges: 7,
+        kv_secret: 8,
     }
 }
 

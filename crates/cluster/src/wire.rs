@@ -27,6 +27,7 @@ pub fn member_to_proto(m: Member) -> v1::Member {
         draining: m.draining,
         late_targets: m.late_targets,
         exchanges: m.exchanges,
+        kv_secret: m.kv_secret,
     }
 }
 
@@ -60,6 +61,7 @@ pub fn member_from_proto(m: v1::Member) -> Result<Member, MembershipError> {
         draining: m.draining,
         late_targets: m.late_targets,
         exchanges: m.exchanges,
+        kv_secret: m.kv_secret,
     };
     member.validate()?;
     Ok(member)
@@ -75,7 +77,8 @@ mod tests {
     #[test]
     fn members_survive_the_wire() {
         for role in [Role::Prefill, Role::Decode, Role::Supervisor, Role::KvStore] {
-            let original = Member { role, draining: true, late_targets: true, exchanges: 5, ..member(u64::MAX) };
+            let original =
+                Member { role, draining: true, late_targets: true, exchanges: 5, kv_secret: 7, ..member(u64::MAX) };
             assert_eq!(member_from_proto(member_to_proto(original.clone())), Ok(original));
         }
         let unknown = v1::Member { role: 9, ..member_to_proto(member(1)) };
@@ -97,6 +100,7 @@ mod tests {
             draining: true,
             late_targets: true,
             exchanges: 3,
+            kv_secret: 4,
             ..member_to_proto(member(u64::MAX))
         };
         let view =

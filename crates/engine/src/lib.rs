@@ -59,7 +59,7 @@ pub use step::{Step, StepRow, completed_blocks};
 pub use swap::{BlockSwap, SwapConfig, SwapRates};
 
 pub use baton_kv_cache::{
-    BlockCopy, BlockCounts, BlockName, BlockTable, CacheChange, CacheConfig, CacheFeed, Cached, Eviction, HOLE, Prefix,
-    Tally,
+    BlockCopy, BlockCounts, BlockName, BlockTable, CacheChange, CacheConfig, CacheFeed, Cached, Eviction, HOLE,
+    NameChain, NameSecret, Prefix, Tally,
 };
 pub use baton_types::Time;

@@ -46,7 +46,7 @@ pub use error::KvError;
 pub use feed::{CacheChange, CacheFeed, Cached, Tally};
 pub use pool::{BlockPool, BlockState};
 pub use pools::{KvPools, Need};
-pub use prefix::{BlockName, CacheConfig, Eviction, Prefix};
+pub use prefix::{BlockName, CacheConfig, Eviction, NameChain, NameSecret, Prefix};
 pub use reuse::{Hit, Readers};
 pub use sketch::Sketch;
 pub use table::{BlockTable, HOLE};

@@ -327,7 +327,7 @@ impl KvPools {
             let mut chain = Chain::new(prefix);
             if let Some(tip) = hit.path.last() {
                 (chain.blocks, chain.tip) = (hit.blocks(), crate::prefix::Parent::Node(*tip));
-                chain.name = self.index.name(*tip).unwrap_or_default();
+                chain.name = chain.name.after(self.index.name(*tip).unwrap_or_default());
             }
             chain
         });

@@ -203,7 +203,7 @@ impl KvPools {
                 self.merge(tables, at, id)?;
                 id
             }
-            None => match self.add(tables, chain.tip, at, Block { tokens, name: Some(name) })? {
+            None => match self.add(tables, chain.tip, at, Block { tokens, name: Some(name.name()) })? {
                 Some(id) => id,
                 None => return Ok(false),
             },

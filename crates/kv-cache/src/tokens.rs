@@ -3,7 +3,7 @@
 use baton_types::BlockId;
 
 use crate::prefix::{NodeId, Parent};
-use crate::{BlockName, BlockTable, Prefix};
+use crate::{BlockTable, NameChain, Prefix};
 
 /// The blocks of a sequence that runs here: one block table per layer group, all blocks Used. Full blocks may have other
 /// owners too.
@@ -42,8 +42,8 @@ pub(crate) struct Chain {
     pub blocks: u32,
     /// The last indexed full block, or the root. The sequence keeps a block of it, so it stays indexed.
     pub tip: Parent,
-    /// Its name, or the root's.
-    pub name: BlockName,
+    /// Where its name stands, or the root's.
+    pub name: NameChain,
     /// The node of the partly full block after `tip`, if it is indexed.
     pub partial: Option<NodeId>,
 }

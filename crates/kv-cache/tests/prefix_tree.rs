@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_kv_cache::{
-    BlockName, BlockState, CacheConfig, CacheFeed, Eviction, HOLE, Hit, KvPools, LentTables, Need, Prefix, Readers,
-    Tables,
+    BlockName, BlockState, CacheConfig, CacheFeed, Eviction, HOLE, Hit, KvPools, LentTables, NameChain, NameSecret,
+    Need, Prefix, Readers, Tables,
 };
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PoolGeometry, Time};
 use proptest::prelude::*;
@@ -53,12 +53,12 @@ struct World {
 }
 
 fn value(prefix: &Prefix, tokens: &[u32]) -> u64 {
-    BlockName(prefix.seed.into()).then(tokens).short()
+    root(prefix.seed).then(tokens).name().short()
 }
 
 /// The root of a seed's names.
-fn root(seed: u64) -> BlockName {
-    BlockName::root(&seed.to_string(), 0)
+fn root(seed: u64) -> NameChain {
+    NameSecret::of(b"a secret").root(&seed.to_string(), 0)
 }
 
 impl World {

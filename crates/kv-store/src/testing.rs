@@ -18,8 +18,8 @@ pub fn shape() -> Shape {
 
 /// The key of block `number`, which follows block `parent`, or the root.
 pub fn key(number: u32, parent: Option<u32>) -> BlockKey {
-    let name = |number: u32| BlockName::root("test", 4).then(&[number; 4]);
-    let parent = parent.map_or(BlockName::root("test", 4), name);
+    let name = |number: u32| BlockName::root("test", 4).then(&[number; 4]).name();
+    let parent = parent.map_or(BlockName::root("test", 4).name(), name);
     BlockKey { name: name(number), parent, tokens: Arc::from([number; 4]), groups: 0b11 }
 }
 

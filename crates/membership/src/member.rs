@@ -77,6 +77,9 @@ pub struct Member {
     /// older versions.
     #[serde(default)]
     pub exchanges: u64,
+    /// Mark of the secret from which it names blocks; 0: it has none.
+    #[serde(default)]
+    pub kv_secret: u64,
 }
 
 impl Member {

@@ -21,5 +21,6 @@ pub fn member(id: u64) -> Member {
         draining: false,
         late_targets: false,
         exchanges: 0,
+        kv_secret: 0,
     }
 }

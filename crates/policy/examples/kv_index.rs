@@ -111,6 +111,7 @@ fn placements(index: &KvIndex, workers: u64, conversations: u64) {
         draining: false,
         late_targets: false,
         exchanges: 9,
+        kv_secret: 0,
     };
     let mut fleet = Fleet::new("m", Box::new(Predicted::new(256)), 0);
     fleet.update(Arc::new(View { members: (1..=workers).map(member).collect(), ..View::default() }));

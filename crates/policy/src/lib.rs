@@ -25,7 +25,7 @@ mod request;
 mod router;
 mod tenants;
 
-pub use baton_kv_cache::{BlockName, Tally};
+pub use baton_kv_cache::{BlockName, NameChain, NameSecret, Tally};
 pub use baton_latency::{Backlog, BatchWork, Coming, StepCost, StepWork};
 pub use bottleneck::{Bottleneck, Bound, Lately, Targets, WorkerLoad, bottleneck};
 pub use fair::Ticket;

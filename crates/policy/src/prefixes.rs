@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockName;
+use baton_kv_cache::{BlockName, NameChain};
 
 use crate::Placed;
 
@@ -60,10 +60,10 @@ impl Prefixes {
         Prefixes { young: Names::default(), old: Names::default(), most: most.max(1) }
     }
 
-    /// The names of all full blocks of these tokens, where `known` are the names of the first ones. `salt` keeps the names of different tenants
-    /// apart.
-    pub fn names(salt: &str, block_size: u32, known: &[BlockName], tokens: &[u32]) -> Vec<BlockName> {
-        let last = known.last().copied().unwrap_or_else(|| BlockName::root(salt, block_size));
+    /// The names of all full blocks of these tokens, where `known` are the names of the first ones. `root` is what comes before: the names of
+    /// different tenants have different ones ([`NameSecret::root`](baton_kv_cache::NameSecret::root)).
+    pub fn names(root: NameChain, block_size: u32, known: &[BlockName], tokens: &[u32]) -> Vec<BlockName> {
+        let last = known.last().map_or(root, |name| root.after(*name));
         let rest = tokens.get(known.len() * block_size as usize..).unwrap_or_default();
         known.iter().copied().chain(last.chain(rest, block_size)).collect()
     }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     fn names(salt: &str, tokens: &[u32]) -> Vec<BlockName> {
-        Prefixes::names(salt, 16, &[], tokens)
+        Prefixes::names(BlockName::root(salt, 16), 16, &[], tokens)
     }
 
     #[test]
@@ -143,7 +143,8 @@ mod tests {
         for salt in ["", "tenant"] {
             for beginning in [0, 5, 16, 40, 64] {
                 let known = names(salt, &tokens(beginning));
-                assert_eq!(Prefixes::names(salt, 16, &known, &tokens(70)), names(salt, &tokens(70)));
+                let root = BlockName::root(salt, 16);
+                assert_eq!(Prefixes::names(root, 16, &known, &tokens(70)), names(salt, &tokens(70)));
             }
         }
     }

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use baton_types::{BatonError, ErrorKind};
 
+use crate::secret::LEAST_SECRET;
+
 /// Where a configured value came from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Origin {
@@ -92,6 +94,16 @@ pub enum RuntimeError {
         /// Why.
         problem: String,
     },
+    /// A file does not hold a secret.
+    #[error("{field}: {}: {problem}; a file with at least {LEAST_SECRET} random bytes is needed", .path.display())]
+    Secret {
+        /// The field that names the file.
+        field: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
     /// Of files that are needed together one is missing.
     #[error("{field} is not set; TLS needs {with} together")]
     TlsFiles {
@@ -155,6 +167,7 @@ impl BatonError for RuntimeError {
             | RuntimeError::Unknown { .. }
             | RuntimeError::Syntax { .. }
             | RuntimeError::Certificate { .. }
+            | RuntimeError::Secret { .. }
             | RuntimeError::TlsFiles { .. }
             | RuntimeError::Insecure { .. }
             | RuntimeError::Otlp(..)

@@ -101,6 +101,7 @@ impl World {
             draining: false,
             late_targets: true,
             exchanges: 1,
+            kv_secret: 0,
         }
     }
 

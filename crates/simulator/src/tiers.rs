@@ -180,7 +180,7 @@ impl Tiers {
     }
 
     fn learn(&mut self, tokens: &[u32], names: &[BlockName]) {
-        let parents = [self.prefix.root].into_iter().chain(names.iter().copied());
+        let parents = [self.prefix.root.name()].into_iter().chain(names.iter().copied());
         for ((name, parent), token) in names.iter().zip(parents).zip(tokens) {
             let key = || BlockKey { name: *name, parent, tokens: Arc::from([*token]), groups: 1 };
             self.keys.entry(*name).or_insert_with(key);

@@ -38,7 +38,7 @@ fn shape() -> Shape {
 fn key(number: u64) -> BlockKey {
     let tokens: Vec<u32> = (0..16).map(|at| (number * 16 + at) as u32).collect();
     let root = BlockName::root("", 16);
-    BlockKey { name: root.then(&tokens), parent: root, tokens: tokens.into(), groups: 1 }
+    BlockKey { name: root.then(&tokens).name(), parent: root.name(), tokens: tokens.into(), groups: 1 }
 }
 
 /// Memory that begins at a page, as a pool does.

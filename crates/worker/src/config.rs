@@ -123,6 +123,9 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// File with a secret of the cluster, 16 bytes or more, the same for all its processes: the names by which they speak of KV follow from
+        /// it, so that who sees names cannot tell whose prompts they are. With another one, KV of before is not found. Default: no secret.
+        kv_secret_file: Option<PathBuf> = None,
         /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
         block_size: u32 = 16,
         /// Layers of full attention see only the first tokens and this many of the last, so that a stream can run past the model's context;

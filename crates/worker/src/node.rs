@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role};
-use baton_engine::{Engine, EngineConfig, Exchange, NewSequence, Start, SwapConfig};
+use baton_engine::{Engine, EngineConfig, Exchange, NameSecret, NewSequence, Start, SwapConfig};
 use baton_grammar::Grammars;
 use baton_proto::OnlyFor;
 use baton_proto::v1::{self, DESCRIPTORS, exchange_server::ExchangeServer, worker_server::WorkerServer};
 use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::tls::{TlsRole, alpn};
-use baton_runtime::{AdminRoutes, Outcome, Process, Tls};
+use baton_runtime::{AdminRoutes, Outcome, Process, Tls, secret_in};
 use baton_types::{WorkerId, random_u64};
 use metrics::gauge;
 use tokio::sync::watch;
@@ -84,6 +84,8 @@ pub struct Node {
     pub grammars: Arc<Grammars>,
     /// For all connections between processes of the cluster.
     pub tls: Option<Tls>,
+    /// From which the names of its blocks follow.
+    pub secret: NameSecret,
 }
 
 /// A random id, never 0.
@@ -126,7 +128,8 @@ impl Node {
     fn fit(&self) -> Fit {
         let layout = &self.geometry.layout;
         let (fingerprint, block_size) = (layout.fingerprint(), layout.block_size);
-        Fit { vocab: self.vocab, layout: fingerprint, block_size, max_keep: self.config.max_keep }
+        let (vocab, secret, max_keep) = (self.vocab, self.secret, self.config.max_keep);
+        Fit { vocab, layout: fingerprint, block_size, secret, max_keep }
     }
 
     /// Runs a worker of role `N` until it is told to stop.
@@ -141,6 +144,8 @@ impl Node {
     ) -> Result<(), WorkerError> {
         check_settings(&config)?;
         let tls = Tls::open(&config.internal_tls)?;
+        let secret = config.kv_secret_file.as_deref().map(|path| secret_in("kv_secret_file", path)).transpose()?;
+        let secret = secret.map(|secret| NameSecret::of(&secret)).unwrap_or_default();
         let (told, signals) = watch::channel(None);
         let open = signals::routes(signals).merge(sharing::routes(&config)?);
         let routes = AdminRoutes { open, ..AdminRoutes::default() };
@@ -172,8 +177,8 @@ impl Node {
         if N::OFFERS_FETCHED {
             engine.note_fetched();
         }
-        let node =
-            Node { id: random_worker_id(), vocab, grammars, clock: crate::Clock::start(), geometry, pool, config, tls };
+        let (id, clock) = (random_worker_id(), crate::Clock::start());
+        let node = Node { id, vocab, grammars, clock, geometry, pool, config, tls, secret };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let core = WorkerCore::new(engine, N::role(&node), layout, node.config.kv_lease, runner.overlaps());
@@ -227,6 +232,7 @@ impl Node {
             Some(host) => format!("{host}:{}", addr.port()),
             None => addr.to_string(),
         };
+        let secret = self.secret.mark();
         Member {
             id: self.id,
             role,
@@ -241,7 +247,8 @@ impl Node {
             context_tokens: limits.context_tokens,
             draining: false,
             late_targets: role == Role::Prefill,
-            exchanges: if self.exchanges(limits) { self.geometry.layout.fingerprint() ^ numerics } else { 0 },
+            exchanges: if self.exchanges(limits) { self.geometry.layout.fingerprint() ^ numerics ^ secret } else { 0 },
+            kv_secret: secret,
         }
     }
 

@@ -137,13 +137,15 @@ fn store_error(error: baton_kv_store::StoreError) -> WorkerError {
 
 /// Whose KV this is.
 fn identity(node: &Node, backend: &str) -> Identity {
-    Identity { layout: node.geometry.layout.fingerprint(), numerics: numerics(&node.config, backend) }
+    // What is named by another secret is found by nobody.
+    let numerics = numerics(&node.config, backend) ^ node.secret.mark();
+    Identity { layout: node.geometry.layout.fingerprint(), numerics }
 }
 
 /// Whatever changes a bit of KV beside its layout, which has the model and its weights. All CPUs compute the same bits; GPUs of the same name do.
 pub(crate) fn numerics(config: &WorkerConfig, backend: &str) -> u64 {
     let kind = if backend.contains("cuda") { backend } else { "cpu" };
-    BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.tp, config.quantization), 0).short()
+    BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.tp, config.quantization), 0).name().short()
 }
 
 impl TiersShell {

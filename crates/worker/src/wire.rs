@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockName, Exchange, NewSequence, Prefix, Share, Start, Time};
+use baton_engine::{Exchange, NameSecret, NewSequence, Prefix, Share, Start, Time};
 use baton_proto::v1;
 use baton_transfer::TransferStats;
 use baton_types::{ErrorKind, MAX_CACHE_KEEP_SECONDS, MAX_CACHE_SALT, RequestId, TokenOut};
@@ -35,6 +35,8 @@ pub(crate) struct Fit {
     pub layout: u64,
     /// Tokens of a block.
     pub block_size: u32,
+    /// From which the names of blocks follow.
+    pub secret: NameSecret,
     /// Longest time for which the prefix cache keeps a request's blocks.
     pub max_keep: Duration,
 }
@@ -60,7 +62,7 @@ pub(crate) fn new_sequence(sequence: v1::Sequence, fit: Fit, start: Start, now: 
     let deadline = (sequence.deadline_ms > 0).then(|| now.after_ms(sequence.deadline_ms));
     let seed = prefix_seed(fit.layout, &sequence.cache_salt);
     let wanted = Duration::from_secs(sequence.cache_keep_seconds.into());
-    let root = BlockName::root(&sequence.cache_salt, fit.block_size);
+    let root = fit.secret.root(&sequence.cache_salt, fit.block_size);
     let prefix = Prefix { seed, root, ..Prefix::default() };
     let prefix = Some(prefix.kept_for(wanted, fit.max_keep, sequence.priority, now));
     let v1::Sequence { request_id, tokens, prompt_tokens, priority, tenant, weight, .. } = sequence;
@@ -123,7 +125,8 @@ mod tests {
     fn a_token_outside_the_vocabulary_is_refused_by_name() {
         let sampling = Some(baton_types::SamplingParams::default().into());
         let sequence = v1::Sequence { tokens: vec![1, 9], prompt_tokens: 2, sampling, ..Default::default() };
-        let fit = Fit { vocab: 8, layout: 1, block_size: 16, max_keep: Duration::ZERO };
+        let secret = NameSecret::default();
+        let fit = Fit { vocab: 8, layout: 1, block_size: 16, secret, max_keep: Duration::ZERO };
         let status = new_sequence(sequence, fit, Start::Compute, Time(0)).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains("sequence.tokens holds 9"));
@@ -131,7 +134,8 @@ mod tests {
 
     #[test]
     fn kept_as_asked_but_no_longer_than_the_worker_allows() {
-        let fit = Fit { vocab: 8, layout: 1, block_size: 16, max_keep: Duration::from_secs(60) };
+        let secret = NameSecret::default();
+        let fit = Fit { vocab: 8, layout: 1, block_size: 16, secret, max_keep: Duration::from_secs(60) };
         let read = |cache_keep_seconds, priority| {
             let sampling = Some(baton_types::SamplingParams::default().into());
             let sequence = v1::Sequence { tokens: vec![1], prompt_tokens: 1, sampling, ..Default::default() };

@@ -56,6 +56,7 @@ pub async fn serve(arguments: &Arguments) {
                 draining: false,
                 late_targets: false,
                 exchanges: 0,
+                kv_secret: 0,
             };
             leases.push(registry.register(member, Duration::from_secs(60)).await.unwrap());
         }

@@ -20,7 +20,7 @@ use std::time::Duration;
 use baton_cluster::{Member, View};
 use baton_policy::{
     Ask, Backlog, BlockName, Capacity, Chosen, Failure, Fetch, Fleet, GateRoom, Holder, Judgement, Known, LeastLoaded,
-    LegEnd, Links, Placed, Predicted, RoundRobin, Terms, Verdict,
+    LegEnd, Links, NameChain, NameSecret, Placed, Predicted, RoundRobin, Terms, Verdict,
 };
 use baton_proto::v1;
 use baton_runtime::Tls;
@@ -55,6 +55,7 @@ pub(crate) struct Workers {
     /// Prompt tokens that tenants may have at each worker that computes prompts.
     fair_window: u32,
     tls: Option<WorkerTls>,
+    secret: NameSecret,
     /// Locked only briefly, never across an await.
     fleet: Mutex<Fleet>,
     followers: Mutex<Followers>,
@@ -71,6 +72,14 @@ pub(crate) struct Workers {
     traces: Traces,
     /// What follows from the latest view. Requests read it without waiting for each other.
     table: RwLock<Arc<Table>>,
+}
+
+/// What the processes of a cluster have in common.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shared<'a> {
+    pub tls: Option<&'a Tls>,
+    /// From which the names of blocks follow.
+    pub secret: NameSecret,
 }
 
 /// What became of a wish to be placed.
@@ -126,7 +135,7 @@ impl std::fmt::Debug for Workers {
 
 impl Workers {
     /// A table without workers.
-    pub fn new(model: &ServedModel, config: &RouterConfig, tls: Option<&Tls>) -> Workers {
+    pub fn new(model: &ServedModel, config: &RouterConfig, Shared { tls, secret }: Shared<'_>) -> Workers {
         let RouterConfig { placement, local_prompt, late_reservation, worker_timeout, fair_window, .. } = *config;
         let traces = Traces::new(config.admin_prompts);
         let placement: Box<dyn baton_policy::Placement> = match placement {
@@ -153,6 +162,7 @@ impl Workers {
             worker_timeout,
             fair_window,
             tls,
+            secret,
             fleet: Mutex::new(fleet),
             followers: Mutex::default(),
             held: HeldBlocks::new(BLOCKS, "pools"),
@@ -186,6 +196,9 @@ impl Workers {
             followers.leave(id);
         }
         for member in changes.joined {
+            if member.kv_secret != self.secret.mark() && member.model == fleet.model() {
+                tracing::warn!(worker = %member.id, "it has another kv_secret_file than this router, which finds none of its KV");
+            }
             match link::connect(&member, self.worker_timeout, self.tls.as_ref()) {
                 Ok(channel) => {
                     if member.model == fleet.model() {
@@ -268,6 +281,11 @@ impl Workers {
         self.table().block_size
     }
 
+    /// What comes before the first block of prompts with this salt.
+    pub fn root(&self, salt: &str, block_size: u32) -> NameChain {
+        self.secret.root(salt, block_size)
+    }
+
     /// Chooses workers for a request.
     pub fn place(&self, ask: &Ask, request: &RequestId, failed: Option<u64>) -> Placement {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
@@ -307,6 +325,7 @@ impl Workers {
         let gone = |status: &Status| !link::answered(status) || status.code() == Code::Unavailable;
         let late = |status: &Status| status.code() == Code::DeadlineExceeded;
         match outcome {
+            Ok(_) => self.fleet().fetched(to),
             Err(Failed::NotTaken(_)) => self.fleet().not_fetched(to, now),
             // One that is late may be loading it first.
             Err(Failed::NotGiven(status)) if gone(status) => self.fleet().silent(from, now),
@@ -325,7 +344,6 @@ impl Workers {
         self.fleet().begun(chosen);
     }
 
-            Ok(_) => self.fleet().fetched(to),
     /// What came of a placement with these predictions: seconds to the first token, and from one token to the next.
     pub fn measured(&self, number: u64, predicted: &Terms, first: Option<f64>, token: Option<f64>) {
         let errors = {

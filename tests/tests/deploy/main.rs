@@ -68,6 +68,7 @@ fn the_schema_has_the_binarys_settings() -> anyhow::Result<()> {
         "hub_token_file",
         "insecure_internal",
         "internal",
+        "kv_secret_file",
         "log",
         "log_format",
         "model",

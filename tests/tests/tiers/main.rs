@@ -6,6 +6,7 @@ mod disks;
 mod objects;
 mod s3;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
@@ -144,6 +145,14 @@ fn a_restarted_worker_finds_what_was_on_disk() -> anyhow::Result<()> {
     cluster.stop()?;
     let cluster = start()?;
     comes_back(&cluster)?;
+    cluster.stop()?;
+    // Without the secret that it was named by, nothing is found.
+    let secret = folder.path().join("secret");
+    ensure!(std::fs::metadata(&secret)?.permissions().mode() & 0o777 == 0o600, "others may read the secret");
+    std::fs::write(&secret, "another secret of this cluster")?;
+    let cluster = start()?;
+    let (got, cached) = all(&cluster)?;
+    ensure!(got == want && cached.iter().all(|cached| *cached == 0), "{got:?} instead of {want:?}, cached: {cached:?}");
     cluster.stop()
 }
 

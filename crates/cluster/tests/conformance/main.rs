@@ -184,6 +184,7 @@ fn member(id: u64) -> Member {
         draining: false,
         late_targets: false,
         exchanges: 7,
+        kv_secret: 8,
     }
 }
 

@@ -25,7 +25,7 @@ use baton_types::Time;
 
 pub use eviction::Eviction;
 pub(crate) use index::{Block, NodeId, Parent, PrefixIndex};
-pub use name::BlockName;
+pub use name::{BlockName, NameChain, NameSecret};
 
 /// The prefix cache's limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,7 +51,7 @@ pub struct Prefix {
     /// Sequences with equal seeds may share KV. Derived from the model's fingerprint and the tenant's salt.
     pub seed: u64,
     /// What comes before the first block, in its name.
-    pub root: BlockName,
+    pub root: NameChain,
     /// Priority for [`Eviction::Priority`]: lower is evicted first, and 0 means not kept. A block has the highest priority of
     /// the sequences that used it.
     pub keep: u8,

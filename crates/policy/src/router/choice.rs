@@ -17,7 +17,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockName;
+use baton_kv_cache::{BlockName, NameChain};
 use baton_types::{Class, ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::fleet::Ask;
@@ -42,8 +42,8 @@ pub struct NewRequest {
     pub names: Arc<[BlockName]>,
     /// Tokens of each of these blocks.
     pub block_size: u32,
-    /// The tenant's salt. Requests share prefixes only with requests of the same salt.
-    pub cache_salt: String,
+    /// What comes before the first of them, which follows from the tenant's salt. Requests share prefixes only with requests of the same one.
+    pub root: NameChain,
     /// Log probabilities of the prompt's tokens are wanted.
     pub scored: bool,
     /// Bounds of the answer.
@@ -531,9 +531,9 @@ impl Choice {
                     }
                     // A prompt that was scored is in no prefix cache.
                     if !self.request.scored {
-                        let NewRequest { cache_salt, block_size, names, .. } = &self.request;
+                        let NewRequest { root, block_size, names, .. } = &self.request;
                         let tokens = self.sequence_so_far();
-                        let names = Prefixes::names(cache_salt, *block_size, names, &tokens);
+                        let names = Prefixes::names(*root, *block_size, names, &tokens);
                         let answer = self.machine.emitted().len() as u32;
                         self.todo.push_back(Effect::Note { placed, names, tokens, answer });
                     }

@@ -30,14 +30,15 @@ impl Move {
         let (first, mut parent) = (self.first as usize, self.prefix.prefix.root);
         let mut copies = Vec::with_capacity(count);
         for (at, tokens) in self.prefix.tokens.chunks_exact(block_size as usize).enumerate().take(first + count) {
-            let name = parent.then(tokens);
+            let next = parent.then(tokens);
             if let Some(at) = at.checked_sub(first) {
                 let blocks: Vec<BlockId> = self.blocks.iter().filter_map(|list| list.get(at).copied()).collect();
                 let groups = (0u32..).zip(&blocks).filter(|(_, block)| !is_hole(**block));
                 let groups = groups.fold(0, |all, (group, _)| all | 1 << group);
+                let (name, parent) = (next.name(), parent.name());
                 copies.push(Copied { name, parent, tokens: tokens.to_vec(), groups, blocks });
             }
-            parent = name;
+            parent = next;
         }
         copies
     }
@@ -94,7 +95,7 @@ mod tests {
         let prefix = Prefix { request_id, tokens: (0..13).collect(), prefix, deadline };
         let blocks = vec![vec![BlockId(3), BlockId(0)], vec![HOLE, BlockId(5)]];
         let moved = Move { seq: SeqId(1), prefix, first: 1, blocks };
-        let names: Vec<BlockName> = BlockName::default().chain(&moved.prefix.tokens, 4).collect();
+        let names: Vec<BlockName> = baton_engine::NameChain::default().chain(&moved.prefix.tokens, 4).collect();
         let copies: Vec<_> = moved.copies(4).into_iter().map(|copy| (copy.parent, copy.name, copy.groups)).collect();
         assert_eq!(copies, [(names[0], names[1], 0b01), (names[1], names[2], 0b11)]);
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use baton_policy::{
-    Choice, ChoiceInput, Chosen, Effect, NewRequest, Patience, Prefixes, RequestLimits, Sequence, Taken,
+    BlockName, Choice, ChoiceInput, Chosen, Effect, NewRequest, Patience, Prefixes, RequestLimits, Sequence, Taken,
 };
 use baton_types::{Class, FinishReason, SamplingParams, TokenOut};
 
@@ -56,12 +56,13 @@ impl World {
         if let Some(leaves) = client.leaves {
             self.events.plan(now + leaves, Event::Leave { request });
         }
-        let (salt, block_size) = (client.salt.to_string(), self.geometry.layout.block_size);
+        let block_size = self.geometry.layout.block_size;
+        let root = BlockName::root(&client.salt.to_string(), block_size);
         let new = NewRequest {
             prompt: client.prompt.clone().into(),
-            names: Prefixes::names(&salt, block_size, &[], &client.prompt).into(),
+            names: Prefixes::names(root, block_size, &[], &client.prompt).into(),
             block_size,
-            cache_salt: salt,
+            root,
             scored: client.params.prompt_logprobs.is_some(),
             limits: RequestLimits {
                 max_tokens: client.params.max_tokens,

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use baton_policy::{LegEnd, Prefixes as Names};
+use baton_policy::{BlockName, LegEnd, Prefixes as Names};
 use baton_roles::exchange::Answer;
 use baton_types::WorkerId;
 use baton_types::testing::Random;
@@ -107,7 +107,7 @@ impl World {
     fn source(&mut self, place: Place, request: u64, to: WorkerId) -> Option<(WorkerId, u32)> {
         let (client, size) = (&self.clients[request as usize], self.geometry.layout.block_size);
         let most = (client.prompt.len() as u32).saturating_sub(1) / size;
-        let names = Names::names(&client.salt.to_string(), size, &[], &client.prompt);
+        let names = Names::names(BlockName::root(&client.salt.to_string(), size), size, &[], &client.prompt);
         let prefills = self.known(place, |process| matches!(process, Process::Prefill(_)));
         let holders = self.routers[place].index.find(&names, 4, request as usize);
         let holder = { holders.iter() }.find(|holder| prefills.contains(&holder.worker)).copied();

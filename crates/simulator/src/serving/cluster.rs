@@ -99,6 +99,7 @@ impl<'a> Cluster<'a> {
             draining: false,
             late_targets: true,
             exchanges: 0,
+            kv_secret: 0,
         };
         let view = Arc::new(View { members: (0..count).map(member).collect(), ..View::default() });
         let router = |number: usize| {
@@ -175,8 +176,11 @@ impl<'a> Cluster<'a> {
         self.arrived += 1;
         let (prompt, clock) = (&self.prompts[request], self.clock());
         let knows = !matches!(self.setup.policy, Policy::RoundRobin | Policy::LeastLoaded);
-        let names: Arc<[BlockName]> =
-            if knows { Prefixes::names("", BLOCK, &[], &prompt.tokens()).into() } else { Vec::new().into() };
+        let names: Arc<[BlockName]> = if knows {
+            Prefixes::names(BlockName::root("", BLOCK), BLOCK, &[], &prompt.tokens()).into()
+        } else {
+            Vec::new().into()
+        };
         let at = request % self.routers.len();
         let router = &mut self.routers[at];
         let held = match self.setup.policy {

@@ -17,6 +17,16 @@ no choice. */}}
 {{/* Where routers find the keys file. */}}
 {{- define "baton.keysPath" -}}/etc/baton-keys/keys.toml{{- end -}}
 
+{{/* Where the processes find the secret of their KV's names, and the Secret that it is in; empty: there is none. */}}
+{{- define "baton.kvSecretPath" -}}/etc/baton-kv/secret{{- end -}}
+{{- define "baton.kvSecret" -}}
+{{- if .Values.kvSecret.secretName -}}
+{{- .Values.kvSecret.secretName -}}
+{{- else if eq .Values.tls.mode "generated" -}}
+{{- include "baton.tlsPrefix" . }}-kv
+{{- end -}}
+{{- end -}}
+
 {{/* Roles of the pods between which KV travels, as a YAML list. */}}
 {{- define "baton.workers" -}}
 - prefill
@@ -93,6 +103,9 @@ no choice. */}}
 {{- end -}}
 {{- if and (has .role (list "prefill" "decode")) (include "baton.sharesModels" .root) -}}
   {{- $_ := set $settings "share_models" true -}}
+{{- end -}}
+{{- if include "baton.kvSecret" .root -}}
+  {{- $_ := set $settings "kv_secret_file" (include "baton.kvSecretPath" .root) -}}
 {{- end -}}
 {{- if eq .role "router" -}}
   {{- $_ := set $settings "http" (printf "%s:%v" $any $ports.http) -}}

@@ -82,6 +82,9 @@ spec:
         - --namespace={{ .root.Release.Namespace }}
         - --cluster={{ include "baton.cluster" .root }}
         - --days={{ int $v.tls.days }}
+        {{- if not $v.kvSecret.secretName }}
+        - --kv-secret
+        {{- end }}
         - --label=app.kubernetes.io/instance={{ .root.Release.Name }}
         - --label=app.kubernetes.io/managed-by=baton
         {{- if eq $v.registry.type "etcd" }}

@@ -211,6 +211,9 @@ containers:
       {{- if ne (include "baton.tls" .root) "none" }}
       - {name: tls, mountPath: {{ include "baton.tlsPath" .root }}, readOnly: true}
       {{- end }}
+      {{- if include "baton.kvSecret" .root }}
+      - {name: kv-secret, mountPath: {{ include "baton.kvSecretPath" .root | dir }}, readOnly: true}
+      {{- end }}
       {{- if and (eq .role "router") $v.keys.secretName }}
       # The folder, not the file alone: that would not change with the Secret.
       - {name: keys, mountPath: {{ include "baton.keysPath" .root | dir }}, readOnly: true}
@@ -239,6 +242,12 @@ volumes:
   {{- if ne (include "baton.tls" .root) "none" }}
   - name: tls
     secret: {secretName: {{ include "baton.tlsPrefix" .root }}-{{ include "baton.tlsHolder" . }}}
+  {{- end }}
+  {{- with include "baton.kvSecret" .root }}
+  - name: kv-secret
+    secret:
+      secretName: {{ . }}
+      items: [{key: {{ $v.kvSecret.key | quote }}, path: {{ include "baton.kvSecretPath" $ | base }}}]
   {{- end }}
   {{- if and (eq .role "router") $v.keys.secretName }}
   - name: keys

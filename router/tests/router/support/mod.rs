@@ -179,6 +179,7 @@ impl Cluster {
             draining: false,
             late_targets: true,
             exchanges: 0,
+            kv_secret: 0,
         };
         change(&mut member);
         worker.is(member.id);

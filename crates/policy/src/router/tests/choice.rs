@@ -178,7 +178,7 @@ fn what_was_answered_may_be_what_the_next_prompt_begins_with() {
         panic!("{effects:?}")
     };
     assert_eq!(*placed, Placed { decode: D1, prefill: None });
-    assert_eq!(*names, crate::Prefixes::names("", 2, &[], &[1, 2, 10]));
+    assert_eq!(*names, crate::Prefixes::names(crate::NameChain::default(), 2, &[], &[1, 2, 10]));
     assert_eq!((names.len(), *answer), (1, 1), "a block of two tokens");
     assert_eq!(**tokens, [1, 2, 10]);
     assert_eq!(Scene::new().step(ChoiceInput::ClientGone).len(), 1, "nobody has anything yet");

@@ -26,6 +26,7 @@ fn member(id: WorkerId, role: Role) -> Member {
         draining: false,
         late_targets: true,
         exchanges: 0,
+        kv_secret: 0,
     }
 }
 
@@ -485,13 +486,13 @@ fn what_is_fetched_is_no_work_and_what_does_not_come_is_left_alone() {
     assert!((0.3..0.6).contains(&waits), "{waits} s behind 800 tokens; 4,000 would be 1.9");
     fleet.not_fetched(P2, now);
     assert_eq!(place(&mut fleet, 3, now).fetch, None);
-    tell(&mut fleet, later);
     let soon = now + Duration::from_secs(3);
     tell(&mut fleet, soon);
     assert!(place(&mut fleet, 7, soon).fetch.is_some(), "what connects them may have been slow to begin");
     fleet.not_fetched(P2, soon);
     tell(&mut fleet, soon + Duration::from_secs(3));
     assert_eq!(place(&mut fleet, 8, soon + Duration::from_secs(3)).fetch, None, "twice");
+    tell(&mut fleet, later);
     assert!(place(&mut fleet, 4, later).fetch.is_some());
     // Its process may have been killed, and the view names it for a while: nothing is asked of it until it tells everything again.
     fleet.untold(P1);

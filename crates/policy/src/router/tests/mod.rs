@@ -109,7 +109,7 @@ impl Scene {
             prompt: [1, 2].into(),
             names: Vec::new().into(),
             block_size: 2,
-            cache_salt: String::new(),
+            root: crate::NameChain::default(),
             scored: false,
             limits: RequestLimits {
                 max_tokens: 8,
