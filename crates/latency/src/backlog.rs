@@ -65,14 +65,20 @@ impl Backlog {
         if missing > self.spare.into() {
             return bounded(self.queue() * OVERTAKEN);
         }
+        self.cost.prompts(&self.next_step(), self.step_tokens.into())
+    }
+
+    /// How long the next step takes, in seconds: who comes is not heard before its end. 0: there is nothing to compute.
+    #[inline]
+    pub fn step(&self) -> f64 {
+        let next = self.next_step();
+        if next.tokens == 0 && next.rows == 0 { 0.0 } else { self.cost.step(&next) }
+    }
+
+    fn next_step(&self) -> StepWork {
         let Backlog { work, step_tokens, .. } = self;
         let share = (f64::from(*step_tokens) / work.tokens.max(1) as f64).min(1.0);
-        let step = StepWork {
-            tokens: work.tokens.min((*step_tokens).into()),
-            pairs: (work.pairs as f64 * share) as u64,
-            ..*work
-        };
-        self.cost.prompts(&step, (*step_tokens).into())
+        StepWork { tokens: work.tokens.min((*step_tokens).into()), pairs: (work.pairs as f64 * share) as u64, ..*work }
     }
 
     /// How many seconds the missing tokens of one more prompt take, once it is its turn: those from position `cached` on. Steps also compute what
@@ -183,6 +189,8 @@ mod tests {
         let roomy = Backlog { spare: 20, ..busy };
         assert_eq!((ms(roomy.wait(21)), ms(roomy.wait(20))), (184, 16), "it goes with the next step");
         assert_eq!((ms(Backlog { spare: 20, ..idle }.wait(20))), 0);
+        let answers = Backlog { work: StepWork::default().with_row(1000), ..idle };
+        assert_eq!([idle, answers, busy].map(|load| ms(load.step())), [0, 10, 16]);
         let more = idle.with(work, 7);
         assert_eq!((ms(more.queue()), more.room, more.coming.rows), (140, -7, 1), "its row comes later");
     }

@@ -20,10 +20,13 @@ use tonic::{Code, Request, Status, Streaming};
 use super::Workers;
 use super::link::WorkerChannel;
 
-/// How long a prompt is held back at most until its fetch has begun. It would be computed from its beginning if it came before, and what begins
-/// later is of no use for it.
+/// How long a prompt is held back until its fetch has begun: two steps of the worker that takes it, which hears of neither meanwhile, and so long
+/// at least and at most. It would be computed from its beginning if it came before, and what begins later is of no use for it.
 const BEGINS: Duration = Duration::from_millis(100);
-/// A fetch may take so many times longer than predicted, and so long at least: a prompt waits for it.
+const MOST_BEGINS: Duration = Duration::from_secs(2);
+const STEPS: f64 = 2.0;
+/// From then on a fetch may take so many times longer than predicted, and so long at least: a prompt waits for it. The worker's steps come on top: it
+/// says between two of them that the prefix is there.
 const PATIENCE: f64 = 4.0;
 const LEAST: Duration = Duration::from_millis(500);
 
@@ -38,6 +41,9 @@ pub(crate) type FetchBegins = oneshot::Receiver<()>;
 /// How long a fetch may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Allowed {
+    /// Until the worker that takes the prefix has lent blocks for it.
+    begins: Duration,
+    /// In all.
     time: Duration,
     /// It is all that its request has left, and less than a fetch is given otherwise: that it is too little is no worker's doing.
     cut: bool,
@@ -46,16 +52,19 @@ pub(crate) struct Allowed {
 impl Allowed {
     /// For a request that has so much time left.
     pub fn of(fetch: &Fetch, left: Duration) -> Allowed {
-        let patience = Duration::try_from_secs_f64(fetch.seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST);
-        Allowed { time: patience.min(left), cut: left < patience }
+        let of = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        let steps = of(fetch.step * STEPS).min(MOST_BEGINS);
+        let begins = steps.max(BEGINS);
+        let time = of(fetch.seconds * PATIENCE).max(LEAST).saturating_add(begins).saturating_add(steps);
+        Allowed { begins: begins.min(left), time: time.min(left), cut: left < time }
     }
 }
 
 /// Waits for a fetch to begin.
 pub(super) async fn fetch_begins(fetch: Option<FetchBegins>) {
     if let Some(begins) = fetch {
-        // The other end is dropped, not used, when it does not begin.
-        let _ = timeout(BEGINS, begins).await;
+        // The other end is dropped, not used, when it does not begin in time.
+        let _ = begins.await;
     }
 }
 
@@ -85,7 +94,7 @@ pub(super) fn begin(workers: Weak<Workers>, (to, from): (WorkerChannel, WorkerCh
     tokio::spawn(async move {
         let _place = place;
         let request_id = prefix.request_id.clone();
-        let outcome = moves((to, from), prefix, (BEGINS, Instant::now() + allowed.time), begun).await;
+        let outcome = moves((to, from), prefix, (allowed.begins, Instant::now() + allowed.time), begun).await;
         let Fetch { to, from, .. } = fetch;
         let how = match &outcome {
             Ok(tokens) => {
@@ -189,13 +198,16 @@ mod tests {
 
     #[test]
     fn a_fetch_may_take_a_few_times_what_is_predicted_and_no_longer_than_its_request() {
-        let fetch = |seconds| Fetch { to: WorkerId(1), from: WorkerId(2), tokens: 64, seconds };
-        let of = |seconds, left| {
-            let Allowed { time, cut } = Allowed::of(&fetch(seconds), Duration::from_millis(left));
-            (time.as_millis(), cut)
+        let of = |seconds, step, left| {
+            let fetch = Fetch { to: WorkerId(1), from: WorkerId(2), tokens: 64, seconds, step };
+            let Allowed { begins, time, cut } = Allowed::of(&fetch, Duration::from_millis(left));
+            (begins.as_millis(), time.as_millis(), cut)
         };
-        assert_eq!([of(0.01, 9000), of(1.0, 9000), of(1.0, 700)], [(500, false), (4000, false), (700, true)]);
-        assert_eq!([of(f64::NAN, 700), of(1e300, 700)], [(700, true), (700, true)]);
+        let idle = [of(0.01, 0.0, 9000), of(1.0, 0.0, 9000), of(1.0, 0.0, 700)];
+        assert_eq!(idle, [(100, 600, false), (100, 4100, false), (100, 700, true)]);
+        // In a step of 0.3 s, or of a minute, a worker does not hear of it.
+        assert_eq!([of(0.01, 0.3, 9000), of(0.01, 60.0, 9000)], [(600, 1700, false), (2000, 4500, false)]);
+        assert_eq!([of(f64::NAN, 0.0, 700), of(1e300, f64::NAN, 700)], [(100, 700, true), (700, 700, true)]);
         assert_eq!(left(Instant::now()), 1, "0 would be no limit");
     }
 }

@@ -45,11 +45,13 @@ struct Two {
 }
 
 async fn two(plan: impl IntoIterator<Item = Exchanges>, gives: impl IntoIterator<Item = Exchanges>) -> Two {
-    held_by(Role::Prefill, plan, gives).await
+    held_by(Role::Prefill, 0, plan, gives).await
 }
 
+/// The holder is of this role, and the other worker has so many tokens to compute.
 async fn held_by(
     role: Role,
+    tokens: u64,
     plan: impl IntoIterator<Item = Exchanges>,
     gives: impl IntoIterator<Item = Exchanges>,
 ) -> Two {
@@ -58,7 +60,8 @@ async fn held_by(
     let of = |salt: String| BlockName::root(&salt, 16).chain(&bytes(&prompt()), 16).collect::<Vec<_>>();
     let names: Vec<BlockName> = (0..SALTS).flat_map(|salt| of(salt.to_string())).collect();
     let mut workers = Vec::new();
-    for (role, events) in [(role, says(2000, &names)), (Role::Prefill, says(0, &[])), (Role::Decode, says(0, &[]))] {
+    for (role, events) in [(role, says(2000, &names)), (Role::Prefill, says(tokens, &[])), (Role::Decode, says(0, &[]))]
+    {
         let worker = cluster.add_and(role, |member| member.exchanges = 5, |worker| worker.news_will_be([events])).await;
         workers.push(worker);
     }
@@ -147,6 +150,17 @@ async fn a_prompt_is_held_back_until_its_fetch_begins_but_not_for_long() {
     two.cluster.stop().await;
 }
 
+/// A worker that computes hears of a fetch when its step has ended.
+#[tokio::test]
+async fn a_worker_in_a_long_step_has_time_to_begin() {
+    let late = Exchanges::Late(Duration::from_millis(250));
+    let two = held_by(Role::Prefill, 300, [late], []).await;
+    let (_, took) = two.fetches().await;
+    assert!((Duration::from_millis(245)..Duration::from_secs(5)).contains(&took), "{took:?}");
+    assert_eq!(two.holder.exchanged().1.len(), 1, "what was lent is written to");
+    two.cluster.stop().await;
+}
+
 /// Where the network lets no KV through, nobody waits for it again and again.
 #[tokio::test]
 async fn no_further_prefix_is_fetched_where_one_did_not_get_through() {
@@ -186,7 +200,7 @@ async fn what_the_holder_does_not_give_is_not_held_against_who_asks() {
 /// A store that was killed stays in the view until its registration ends. Nothing is asked of it from when its stream of news ends.
 #[tokio::test]
 async fn nothing_is_fetched_from_a_store_that_is_gone() {
-    let two = held_by(Role::KvStore, [], []).await;
+    let two = held_by(Role::KvStore, 0, [], []).await;
     let mut salts = 0..SALTS;
     // From whom a prompt's prefix is fetched that only the store holds.
     let from = async |salt: usize| two.ask(&salt.to_string()).await.0["fetches"]["from"].clone();

@@ -63,7 +63,7 @@ impl<'a> Source<'a> {
         let prompt = |from: u32| load.prompt(from.into(), request.tokens.into());
         let saves = prompt(cached) - prompt(self.tokens);
         let Source { worker: &Candidate { id: from, .. }, tokens, .. } = *self;
-        (saves > GAIN * seconds).then_some(Fetch { to: to.id, from, tokens, seconds })
+        (saves > GAIN * seconds).then_some(Fetch { to: to.id, from, tokens, seconds, step: load.step() })
     }
 }
 
@@ -121,6 +121,7 @@ mod tests {
         let fetch = busy.fetch.unwrap();
         assert_eq!((fetch.to, fetch.from, fetch.tokens), (WorkerId(2), WorkerId(1), 3200));
         assert!((0.05..0.06).contains(&fetch.seconds), "{fetch:?}");
+        assert_eq!(fetch.step, 0.0, "it computes nothing");
         let terms = busy.why.unwrap().terms;
         // 800 tokens in two chunks, and what the fetch takes.
         assert!((0.21..0.24).contains(&terms.compute), "{terms:?}");

@@ -157,6 +157,8 @@ pub struct Fetch {
     pub tokens: u32,
     /// How long that takes, as predicted, in seconds.
     pub seconds: f64,
+    /// How long a step takes of the worker that computes the rest, in seconds: it hears and says nothing meanwhile.
+    pub step: f64,
 }
 
 /// Where a request runs, and why there.

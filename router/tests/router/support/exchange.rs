@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use baton_proto::v1::{self, fetch_event, serve_event};
 use futures::{StreamExt, stream};
@@ -22,6 +23,8 @@ pub enum Exchanges {
     Stall,
     /// Says nothing at all.
     Silent,
+    /// Takes, but begins only after so long.
+    Late(Duration),
 }
 
 /// What a worker does with prefixes. A prefix that it takes is there as soon as blocks are lent for it.
@@ -52,6 +55,13 @@ impl Prefixes {
         Ok(Response::new(match plan {
             Exchanges::Work => stream::iter([lent, here]).boxed(),
             Exchanges::Stall => stream::iter([lent]).chain(stream::pending()).boxed(),
+            Exchanges::Late(time) => {
+                let late = async move {
+                    tokio::time::sleep(time).await;
+                    stream::iter([lent, here])
+                };
+                stream::once(late).flatten().boxed()
+            }
             _ => stream::pending().boxed(),
         }))
     }
