@@ -432,9 +432,19 @@ fn every_process_shows_the_certificate_of_its_role() -> anyhow::Result<()> {
             let holder = if role == KV_STORE { "decode" } else { role };
             let of_role = |w: &&Value| w["metadata"]["labels"]["app.kubernetes.io/component"] == role;
             let Some(workload) = release.workloads().find(of_role) else { continue };
-            let volumes = list(&workload["spec"]["template"]["spec"]["volumes"]).iter();
-            let secret =
-                volumes.filter(|volume| volume["name"] == "tls").find_map(|v| v["secret"]["secretName"].as_str());
+            let volumes = list(&workload["spec"]["template"]["spec"]["volumes"]);
+            let named = |name: &str| {
+                let mut named = volumes.iter().filter(|volume| volume["name"] == name);
+                named.find_map(|volume| volume["secret"]["secretName"].as_str())
+            };
+            let (secret, names) = (named("tls"), named("kv-secret"));
+            if role != "etcd" {
+                let settings = release.settings(role)?;
+                let read = settings.text("kv_secret_file").ok();
+                let wanted = names.map(|_| "/etc/baton-kv/secret");
+                ensure!(read == wanted, "{} {role}: kv_secret_file is {read:?}, not {wanted:?}", release.name);
+            }
+            needed.extend(names);
             let secured = role == "etcd" || release.settings(role)?.text("tls_cert")? == "/etc/baton-tls/tls.crt";
             ensure!(
                 secured && secret.is_some_and(|name| name.ends_with(&format!("-{holder}"))),
