@@ -233,6 +233,18 @@ mod tests {
         fleet.not_fetched(STORE, now);
         let keep = |at| fleet.keep(&names, Known::from(&[holder(WORKER, 100)]), at).is_some();
         assert_eq!([keep(now), keep(now + Duration::from_secs(3))], [false, true]);
+        let again = now + Duration::from_secs(60);
+        for (fetched, kept) in [(false, false), (true, true)] {
+            let mut fleet = super::tests::fleet(&two());
+            fleet.not_fetched(STORE, now);
+            if fetched {
+                fleet.fetched(STORE);
+            }
+            fleet.not_fetched(STORE, again);
+            let soon = again + Duration::from_secs(3);
+            let keep = fleet.keep(&names, Known::from(&[holder(WORKER, 100)]), soon);
+            assert_eq!(keep.is_some(), kept, "twice as long after the second, unless something came between");
+        }
         let mut fleet = super::tests::fleet(&two());
         fleet.silent(WORKER, now);
         assert!(fleet.keep(&names, Known::from(&[holder(WORKER, 100)]), now).is_some(), "its requests will notice");
