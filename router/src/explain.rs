@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use baton_policy::{Chosen, Failure, Fetch, Load, Placed, Terms, Why};
+use baton_policy::{Chosen, Failure, Fetch, Load, Placed, Reserve, Terms, Why};
 use baton_types::RequestId;
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -96,7 +96,11 @@ impl Placement {
             Err(message) => return json!({"rejected": message}),
         };
         let mut told = workers(chosen.placed);
-        told["reserves"] = json!(if chosen.late { "late" } else { "at once" });
+        told["reserves"] = json!(match chosen.reserve {
+            Reserve::First => "first",
+            Reserve::Meanwhile => "meanwhile",
+            Reserve::Late => "late",
+        });
         if let Some(Fetch { from, tokens, seconds, .. }) = chosen.fetch {
             told["fetches"] = json!({"from": from.to_string(), "tokens": tokens, "seconds": round(seconds)});
         }
@@ -156,7 +160,7 @@ mod tests {
             placed,
             why: Some(Why { terms, next: Some((placed, terms)), considered: 3 }),
             number: 1,
-            late: false,
+            reserve: Reserve::First,
             fetch: None,
             load: None,
         }

@@ -33,7 +33,7 @@ pub use gate::{Asks, Begun, Gate, GateRoom};
 pub use kv_index::{Followed, Holder, KvChange, KvIndex};
 pub use placement::{
     Candidate, Chosen, Delays, Fetch, Held, LeastLoaded, Links, Load, Missed, Placed, Placement, PlacementError,
-    PlacementInput, Predicted, RoundRobin, Slo, Terms, Why,
+    PlacementInput, Predicted, Reserve, RoundRobin, Slo, Terms, Why,
 };
 pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, NEW_WAITS, RequestLimits, RequestMachine, State};

@@ -43,6 +43,15 @@ pub(crate) struct Waiting {
     pub patience: Instant,
 }
 
+/// A request that came without a target.
+struct Unaimed {
+    aim: Aim,
+    /// Its sequence, once it is accepted.
+    seq: Option<SeqId>,
+    /// Its target, if that came before.
+    target: Option<Vec<u8>>,
+}
+
 /// One incarnation of a prefill worker.
 pub(crate) struct Prefill {
     pub life: Life,
@@ -54,8 +63,8 @@ pub(crate) struct Prefill {
     pub registration: Option<Registration>,
     tickets: BTreeMap<Ticket, (Caller, u64)>,
     pub callers: BTreeMap<SeqId, Caller>,
-    /// Streams of requests that came without a target, with their sequences once these are accepted.
-    targets: BTreeMap<Call, (Aim, Option<SeqId>)>,
+    /// Streams of requests that came without a target.
+    unaimed: BTreeMap<Call, Unaimed>,
     pub handoffs: BTreeMap<u64, Handoff>,
     pub waiting: VecDeque<Waiting>,
     pub exchanging: Exchanging,
@@ -95,7 +104,7 @@ impl Prefill {
             registration: None,
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
-            targets: BTreeMap::new(),
+            unaimed: BTreeMap::new(),
             handoffs: BTreeMap::new(),
             waiting: VecDeque::new(),
             exchanging: Exchanging::default(),
@@ -223,9 +232,9 @@ impl World {
                     self.send_down(link, made, Down::Ended(call, answered(error.0, error.1)));
                 }
             }
-            Up::Target { call, target } => self.aimed(place, call, &target),
+            Up::Target { call, target } => self.aimed(place, call, target),
             Up::Cancel { call } => {
-                self.prefills[place].targets.remove(&call);
+                self.prefills[place].unaimed.remove(&call);
                 self.hang_up_prefill(place, |caller| caller.call == call);
             }
             Up::Decode { call, .. } => {
@@ -263,7 +272,7 @@ impl World {
             Some((id, target)) => (id, Some(target)),
             None => {
                 prefill.next += 1;
-                prefill.targets.insert(caller.call, (aim, None));
+                prefill.unaimed.insert(caller.call, Unaimed { aim, seq: None, target: None });
                 (prefill.next, None)
             }
         };
@@ -274,9 +283,22 @@ impl World {
     }
 
     /// The target of a request that came without has arrived.
-    fn aimed(&mut self, place: Place, call: Call, target: &[u8]) {
-        let Some((aim, Some(seq))) = self.prefills[place].targets.remove(&call) else { return };
-        let target = self.open_handoff(place, aim, target).map(|(id, target)| {
+    fn aimed(&mut self, place: Place, call: Call, target: Vec<u8>) {
+        if let Some(unaimed) = self.prefills[place].unaimed.get_mut(&call) {
+            unaimed.target = Some(target);
+            self.take_aim(place, call);
+        }
+    }
+
+    /// Passes a target to the engine thread once its request is accepted, as the real service does, which reads it only then.
+    fn take_aim(&mut self, place: Place, call: Call) {
+        let Some(Unaimed { aim, seq: Some(seq), target: Some(target) }) = self.prefills[place].unaimed.get(&call)
+        else {
+            return;
+        };
+        let (aim, seq, target) = (*aim, *seq, target.clone());
+        self.prefills[place].unaimed.remove(&call);
+        let target = self.open_handoff(place, aim, &target).map(|(id, target)| {
             if let Some(handoff) = self.prefills[place].handoffs.get_mut(&id) {
                 handoff.seq = Some(seq);
             }
@@ -307,13 +329,15 @@ impl World {
                         if let Some(handoff) = prefill.handoffs.get_mut(&id) {
                             handoff.seq = Some(seq);
                         }
-                        if let Some((_, known)) = prefill.targets.get_mut(&caller.call) {
-                            *known = Some(seq);
+                        let call = caller.call;
+                        if let Some(unaimed) = prefill.unaimed.get_mut(&call) {
+                            unaimed.seq = Some(seq);
                         }
                         match caller.cancelled {
                             true => prefill.inbox.push_back(Input::Command(Command::Cancel(seq))),
                             false => drop(prefill.callers.insert(seq, caller)),
                         }
+                        self.take_aim(place, call);
                     }
                     Err(refused) => {
                         // A handoff without a sequence is aborted.

@@ -54,7 +54,7 @@ pub async fn serve(arguments: &Arguments) {
                 max_running: 0,
                 context_tokens: 1 << 16,
                 draining: false,
-                late_targets: false,
+                late_targets: role == Role::Prefill,
                 exchanges: 0,
                 kv_secret: 0,
             };
@@ -135,11 +135,17 @@ impl v1::prefill_server::Prefill for Worker {
     type RunStream = Events<v1::PrefillEvent>;
 
     async fn run(&self, request: Request<Streaming<v1::PrefillRequest>>) -> Result<Response<Self::RunStream>, Status> {
-        let v1::PrefillRequest { sequence, target, .. } = request.into_inner().message().await?.unwrap();
+        let mut requests = request.into_inner();
+        let v1::PrefillRequest { sequence, mut target, target_follows } = requests.message().await?.unwrap();
         let (next, _) = range(&sequence.unwrap());
         let world = self.world.clone();
         let event = |event| Ok(v1::PrefillEvent { event: Some(event) });
         let stream = async_stream::stream! {
+            if target_follows {
+                yield event(PrefillEvent::Due(v1::Due {}));
+                let Ok(Some(follows)) = requests.message().await else { return };
+                target = follows.target;
+            }
             tokio::time::sleep(world.pace.first).await;
             let arrived = world.waiting.lock().unwrap().remove(&target);
             if let Some(arrived) = arrived {

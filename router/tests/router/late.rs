@@ -1,4 +1,4 @@
-//! Decode blocks that are reserved only when a prompt's turn is near.
+//! When decode blocks are reserved: while the prompt is on its way to the prefill worker, or only when its turn is near there.
 
 use std::time::Duration;
 
@@ -10,6 +10,25 @@ use crate::support::{Cluster, Prefill, TEXT, config};
 
 fn late() -> RouterConfig {
     RouterConfig { late_reservation: Duration::ZERO, ..config() }
+}
+
+/// Both are asked before either has said anything: a prompt does not wait for one worker's step after the other's.
+#[tokio::test]
+async fn both_workers_are_asked_at_once() {
+    let cluster = Cluster::with(config(), 1, 1, &["hello"]).await;
+    cluster.world.due.send_replace(false);
+    let answer = async {
+        let (status, answer) = cluster.ask(TEXT, &json!({"prompt": "hi", "max_tokens": 8})).await;
+        assert_eq!((status, answer["choices"][0]["text"].as_str()), (200, Some("hello")), "{answer}");
+    };
+    let taken = async {
+        cluster.world.queued.subscribe().wait_for(|queued| *queued == 1).await.unwrap();
+        cluster.worker(1).was_asked(1).await;
+        cluster.world.due.send_replace(true);
+    };
+    tokio::join!(answer, taken);
+    assert_eq!((cluster.worker(0).asked().len(), cluster.worker(1).asked().len()), (1, 1));
+    cluster.stop().await;
 }
 
 #[tokio::test]

@@ -161,6 +161,19 @@ pub struct Fetch {
     pub step: f64,
 }
 
+/// When decode blocks are reserved for a prompt that a prefill worker computes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Reserve {
+    /// Before the prefill worker is asked: it is told where the KV goes with the prompt. For workers that know nothing else.
+    #[default]
+    First,
+    /// While the prefill worker takes the prompt in, which is told where the KV goes as soon as that is known. Each of both answers between two
+    /// of its steps: so a prompt waits for the longer of two steps, and not for one after the other.
+    Meanwhile,
+    /// When the prompt's turn is near at the prefill worker, because it has to wait there ([`crate::Fleet::reserve_late`]).
+    Late,
+}
+
 /// Where a request runs, and why there.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Chosen {
@@ -170,9 +183,8 @@ pub struct Chosen {
     pub why: Option<Why>,
     /// Number of the placement, which [`crate::Fleet::place`] gives it.
     pub number: u64,
-    /// Decode blocks are to be reserved only when the prompt's turn is near at the prefill worker: it has to wait there
-    /// ([`crate::Fleet::reserve_late`]).
-    pub late: bool,
+    /// When its decode blocks are to be reserved, if a prefill worker computes the prompt.
+    pub reserve: Reserve,
     /// What the worker that computes takes from another one first. It helps; where it fails, all is computed.
     pub fetch: Option<Fetch>,
     /// What the worker that computes is expected to take from its own store first. It decides so itself.
@@ -242,7 +254,7 @@ impl Terms {
 
 impl From<Placed> for Chosen {
     fn from(placed: Placed) -> Chosen {
-        Chosen { placed, why: None, number: 0, late: false, fetch: None, load: None }
+        Chosen { placed, why: None, number: 0, reserve: Reserve::First, fetch: None, load: None }
     }
 }
 

@@ -15,7 +15,9 @@ use baton_membership::Role;
 
 use super::fetching::Source;
 use super::links::Link;
-use super::{Candidate, Chosen, Eligible, Fetch, Load, Placed, Placement, PlacementError, PlacementInput, Terms, Why};
+use super::{
+    Candidate, Chosen, Eligible, Fetch, Load, Placed, Placement, PlacementError, PlacementInput, Reserve, Terms, Why,
+};
 
 /// Decode workers that are tried with each prefill worker: those with the least time of their own; of those that are alike, first what the best
 /// prefill workers have sessions with.
@@ -148,7 +150,7 @@ fn least(options: &[Weighed<'_>], request: &PlacementInput<'_>) -> Result<Chosen
     let next = options.iter().filter(|other| other.placed != placed).min_by(by_sum);
     let next = next.map(|next| (next.placed, next.terms));
     let why = Some(Why { terms, next, considered: options.len() as u32 });
-    Ok(Chosen { placed, why, number: 0, late: false, fetch: *fetch, load: *load })
+    Ok(Chosen { placed, why, number: 0, reserve: Reserve::First, fetch: *fetch, load: *load })
 }
 
 /// A number that orders equals, another one in each turn.

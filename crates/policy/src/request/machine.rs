@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::{Action, Failure, Input, Leg, NEW_WAITS, RequestLimits, State};
-use crate::placement::Placed;
+use crate::placement::{Placed, Reserve};
 
 /// Most decode tokens kept while the prefill stream has not sent the first token. The two streams are two connections, so
 /// decode tokens can overtake the first token. More of them than this means that the prefill stream hangs.
@@ -94,8 +94,7 @@ impl RequestMachine {
             return;
         }
         match input {
-            Input::Placed(placed) => self.on_placed(placed, out),
-            Input::PlacedLate(placed) => self.on_placed_late(placed, out),
+            Input::Placed(placed, reserve) => self.on_placed(placed, reserve, out),
             Input::NotPlaced(failure) => self.on_not_placed(failure, out),
             Input::Due => self.on_due(out),
             Input::Reserved => self.on_reserved(out),
@@ -121,20 +120,20 @@ impl RequestMachine {
         }
     }
 
-    fn on_placed(&mut self, placed: Placed, out: &mut Vec<Action>) {
-        match (self.state, placed.prefill) {
-            (State::Placing, Some(prefill)) => self.reserve(placed.decode, prefill, out),
-            (State::Placing, None) => self.open_local(placed.decode, out),
-            (State::PlacingPrefill { decode }, Some(prefill)) => self.reserve(decode, prefill, out),
-            (State::PlacingPrefill { decode }, None) => self.open_local(decode, out),
-            _ => {}
-        }
-    }
-
-    fn on_placed_late(&mut self, placed: Placed, out: &mut Vec<Action>) {
-        match (self.state, placed.prefill) {
-            (State::Placing, Some(prefill)) => self.queue(placed.decode, prefill, out),
-            _ => self.on_placed(placed, out),
+    fn on_placed(&mut self, placed: Placed, reserve: Reserve, out: &mut Vec<Action>) {
+        let decode = match self.state {
+            State::Placing => placed.decode,
+            State::PlacingPrefill { decode } => decode,
+            _ => return,
+        };
+        match (placed.prefill, reserve) {
+            (None, _) => self.open_local(decode, out),
+            (Some(prefill), Reserve::First) => self.reserve(decode, prefill, out),
+            (Some(prefill), Reserve::Late) => self.queue(decode, prefill, out),
+            (Some(prefill), Reserve::Meanwhile) => {
+                self.queue(decode, prefill, out);
+                self.on_due(out);
+            }
         }
     }
 

@@ -4,8 +4,9 @@
 //! and carries out the [`Action`]s. The machine knows no stream, no clock and no text. It guarantees that every index
 //! reaches the client once and in order (I4), and that every request ends (I5).
 //!
-//! The prefill worker may be asked first, when the prompt has to wait there (`PlacedLate`): Placing ─▶ Queued, then, once its turn is near
-//! (`Due`), Reserving.
+//! Both workers may be asked at once ([`Reserve::Meanwhile`]): in Reserving the prompt is then at the prefill worker already. Or the prefill
+//! worker is asked first, when the prompt has to wait there ([`Reserve::Late`]): Placing ─▶ Queued, then, once its turn is near (`Due`),
+//! Reserving.
 //!
 //! ```text
 //!              Placed(split)          Reserved          FirstToken           Transferred
@@ -27,7 +28,7 @@ use std::time::Duration;
 
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
-use crate::placement::Placed;
+use crate::placement::{Placed, Reserve};
 
 pub use machine::RequestMachine;
 
@@ -148,10 +149,8 @@ pub enum State {
 /// An event that the machine reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Input {
-    /// Answer to [`Action::Place`].
-    Placed(Placed),
-    /// Answer to [`Action::Place`]: the same, but decode blocks are to be reserved only when the prompt's turn is near.
-    PlacedLate(Placed),
+    /// Answer to [`Action::Place`]: where, and when decode blocks are to be reserved.
+    Placed(Placed, Reserve),
     /// Answer to [`Action::Place`]: no worker can take the request.
     NotPlaced(Failure),
     /// The prompt's turn is near at the prefill worker.

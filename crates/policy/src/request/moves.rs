@@ -159,7 +159,7 @@ impl RequestMachine {
             let unclear = leg == Leg::Prefill
                 && failure.kind == Unavailable
                 && failure.worker == Condition::Usable
-                && !matches!(self.state, State::Queued { .. });
+                && !matches!(self.state, State::Queued { .. } | State::Reserving { .. });
             out.push(Action::Blame(if unclear { Leg::Transfer } else { leg }));
         }
         // The router has checked the request, so a worker that refuses it may be the one that is wrong. A second one decides.

@@ -24,7 +24,7 @@ use super::fleet::Ask;
 use super::legs::{self, DecodeWord, LegEnd, PrefillWord};
 use super::outliers::{Outcome, Subject, Verdict};
 use super::pace::{self, DecodePace};
-use crate::placement::{Chosen, Placed, Slo};
+use crate::placement::{Chosen, Placed, Reserve, Slo};
 use crate::prefixes::Prefixes;
 use crate::request::{Action, Failure, Input, Leg, RequestLimits, RequestMachine, State};
 
@@ -75,10 +75,8 @@ pub struct Patience {
 /// An event that the choice reacts to.
 #[derive(Clone, PartialEq, Debug)]
 pub enum ChoiceInput {
-    /// Answer to [`Effect::Place`].
-    Placed(Result<Placed, Failure>),
-    /// Answer to [`Effect::Place`], for a request whose decode blocks are to be reserved late ([`crate::Chosen::late`]).
-    PlacedLate(Placed),
+    /// Answer to [`Effect::Place`]: where, and when decode blocks are to be reserved.
+    Placed(Result<(Placed, Reserve), Failure>),
     /// A message of the decode stream.
     DecodeSaid(DecodeWord),
     /// The decode stream ended without a last message.
@@ -100,10 +98,7 @@ pub enum ChoiceInput {
 impl From<Result<Chosen, Failure>> for ChoiceInput {
     /// The answer to [`Effect::Place`].
     fn from(chosen: Result<Chosen, Failure>) -> ChoiceInput {
-        match chosen {
-            Ok(Chosen { placed, late: true, .. }) => ChoiceInput::PlacedLate(placed),
-            other => ChoiceInput::Placed(other.map(|chosen| chosen.placed)),
-        }
+        ChoiceInput::Placed(chosen.map(|Chosen { placed, reserve, .. }| (placed, reserve)))
     }
 }
 
@@ -314,13 +309,9 @@ impl Choice {
             self.progress = now;
         }
         match input {
-            Placed(Ok(placed)) => {
+            Placed(Ok((placed, reserve))) => {
                 (self.placed, self.placed_at) = (Some(placed), now);
-                self.tell(Input::Placed(placed), now);
-            }
-            PlacedLate(placed) => {
-                (self.placed, self.placed_at) = (Some(placed), now);
-                self.tell(Input::PlacedLate(placed), now);
+                self.tell(Input::Placed(placed, reserve), now);
             }
             Placed(Err(failure)) => self.tell(Input::NotPlaced(failure), now),
             DecodeSaid(word) if self.decode => self.decode_said(word, now),

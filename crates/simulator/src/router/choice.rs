@@ -192,9 +192,8 @@ impl World {
                 let chosen = self.routers[place].place_held(&ask, request, now);
                 self.placed(place, request, chosen.as_ref().ok().copied());
                 self.note(|| {
-                    let (placed, late) =
-                        (chosen.as_ref().map(|chosen| chosen.placed), chosen.as_ref().is_ok_and(|chosen| chosen.late));
-                    format!("router {place} places request {request}{}: {placed:?}", if late { " late" } else { "" })
+                    let placed = chosen.as_ref().map(|chosen| (chosen.placed, chosen.reserve));
+                    format!("router {place} places request {request}: {placed:?}")
                 });
                 if let Err(failure) = &chosen
                     && failure.message.contains("no decode worker")

@@ -511,7 +511,9 @@ impl v1::prefill_server::Prefill for Service {
                 }
                 let event = Some(PrefillEvent::Due(v1::Due {}));
                 let _ = out.send(Ok(v1::PrefillEvent { event })).await;
-                let Ok(Some(follows)) = requests.message().await else { return };
+                let Ok(Some(follows)) = requests.message().await else {
+                    return shared.dropped.send_modify(|dropped| *dropped += 1);
+                };
                 assert!(follows.sequence.is_none(), "the target alone");
                 target = follows.target;
             }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use baton_types::{ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::{Action, Failure, Input, Leg, RequestLimits, RequestMachine};
-use crate::placement::Placed;
+use crate::placement::{Placed, Reserve};
 
 const D1: WorkerId = WorkerId(0xd1);
 const D2: WorkerId = WorkerId(0xd2);
@@ -47,15 +47,19 @@ fn finished(reason: FinishReason) -> Input {
 }
 
 fn split(decode: WorkerId, prefill: WorkerId) -> Input {
-    Input::Placed(Placed { decode, prefill: Some(prefill) })
+    Input::Placed(Placed { decode, prefill: Some(prefill) }, Reserve::First)
 }
 
 fn late(decode: WorkerId, prefill: WorkerId) -> Input {
-    Input::PlacedLate(Placed { decode, prefill: Some(prefill) })
+    Input::Placed(Placed { decode, prefill: Some(prefill) }, Reserve::Late)
+}
+
+fn meanwhile(decode: WorkerId, prefill: WorkerId) -> Input {
+    Input::Placed(Placed { decode, prefill: Some(prefill) }, Reserve::Meanwhile)
 }
 
 fn local(decode: WorkerId) -> Input {
-    Input::Placed(Placed { decode, prefill: None })
+    Input::Placed(Placed { decode, prefill: None }, Reserve::First)
 }
 
 fn lost(kind: ErrorKind) -> Failure {

@@ -13,14 +13,18 @@ fn any_reason() -> impl Strategy<Value = FinishReason> {
     prop::sample::select(vec![FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled])
 }
 
+fn any_reserve() -> impl Strategy<Value = Reserve> {
+    prop::sample::select(vec![Reserve::First, Reserve::Meanwhile, Reserve::Late])
+}
+
 /// Any input at all, sensible or not.
 fn any_input() -> impl Strategy<Value = Input> {
     let worker = || prop::sample::select(vec![D1, D2, P1, P2]);
     let any_token = (0u32..6, prop::bool::weighted(0.1))
         .prop_map(|(index, stray)| TokenOut { id: if stray { 5 } else { id_at(index) }, ..out(index) });
     prop_oneof![
-        3 => (worker(), prop::option::of(worker())).prop_map(|(decode, prefill)| Input::Placed(Placed { decode, prefill })),
-        2 => (worker(), worker()).prop_map(|(decode, prefill)| late(decode, prefill)),
+        5 => (worker(), prop::option::of(worker()), any_reserve())
+            .prop_map(|(decode, prefill, reserve)| Input::Placed(Placed { decode, prefill }, reserve)),
         2 => Just(Input::Due),
         1 => any_failure().prop_map(Input::NotPlaced),
         3 => Just(Input::Reserved),
@@ -60,7 +64,7 @@ fn reply(machine: &RequestMachine, asked: &Action, luck: u8) -> Vec<Input> {
         Action::Place { split: false, .. } => vec![local(D1)],
         Action::Place { .. } => {
             let decode = if luck.is_multiple_of(2) { D1 } else { D2 };
-            vec![if luck.is_multiple_of(3) { late(decode, P1) } else { split(decode, P1) }]
+            vec![[late, meanwhile, split][luck as usize % 3](decode, P1)]
         }
         Action::QueuePrefill { .. } if luck < 40 => vec![Input::PrefillLost(lost(kind))],
         Action::QueuePrefill { .. } => vec![Input::Due],

@@ -10,7 +10,7 @@ use baton_types::{BatonError, Class, WorkerId};
 use super::Fleet;
 use super::roster::{Fit, Worker};
 use crate::kv_index::Holder;
-use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Slo};
+use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Reserve, Slo};
 use crate::request::Failure;
 use crate::router::load::Adds;
 use crate::router::outliers::Subject;
@@ -135,22 +135,26 @@ impl Fleet {
         let has = [Some(decode), prefill].map(|worker| worker.map_or(0, has));
         let pooled = input.cached(decode);
         prefixes.note(&ask.names, chosen.placed, now);
-        chosen.late = ask.decode.is_none() && self.is_late(&chosen);
+        chosen.reserve = self.reserves(ask, &chosen);
         self.count(ask, &chosen, (has, pooled), answer, now);
         Ok(chosen)
     }
 
-    /// Whether decode blocks are to be reserved late for a request that is placed so.
-    fn is_late(&self, chosen: &Chosen) -> bool {
-        let (Some(from), Some(prefill)) = (self.late, chosen.placed.prefill) else { return false };
+    /// When decode blocks are to be reserved for a request that is placed so.
+    fn reserves(&self, ask: &Ask, chosen: &Chosen) -> Reserve {
+        let takes_late = |prefill| self.view.get(prefill).is_some_and(|member| member.late_targets);
         let waits = chosen.why.map_or(0.0, |why| why.terms.queue);
-        waits >= from.as_secs_f64() && self.view.get(prefill).is_some_and(|member| member.late_targets)
+        match self.late {
+            _ if !chosen.placed.prefill.is_some_and(takes_late) => Reserve::First,
+            Some(from) if ask.decode.is_none() && waits >= from.as_secs_f64() => Reserve::Late,
+            _ => Reserve::Meanwhile,
+        }
     }
 
     /// Counts a request that was placed in the loads of its workers. `has`: tokens that its decode and its prefill worker need not
     /// compute; `pooled`: those that the decode worker has blocks for.
     fn count(&mut self, ask: &Ask, chosen: &Chosen, (has, pooled): ([u32; 2], u32), answer: u32, now: Instant) {
-        let (size, Chosen { placed, number, late, .. }) = (self.block_size().max(1), *chosen);
+        let (size, Chosen { placed, number, reserve, .. }) = (self.block_size().max(1), *chosen);
         let prompt = |cached: u32| StepWork::default().with_prompt(cached.min(ask.tokens).into(), ask.tokens.into());
         let ([at_decode, at_prefill], class) = (has, ask.class);
         if let Some(worker) = placed.prefill.and_then(|id| self.roster.get_mut(id)) {
@@ -159,7 +163,11 @@ impl Fleet {
         if let Some(worker) = self.roster.get_mut(placed.decode).filter(|_| ask.decode.is_none()) {
             let own = if placed.prefill.is_none() { prompt(at_decode) } else { StepWork::default() };
             let blocks = (ask.tokens - pooled.min(ask.tokens)).saturating_add(answer).div_ceil(size);
-            worker.load.sent(number, Adds { work: own.with_row(ask.tokens.into()), blocks, class, late }, now);
+            worker.load.sent(
+                number,
+                Adds { work: own.with_row(ask.tokens.into()), blocks, class, late: reserve == Reserve::Late },
+                now,
+            );
         }
     }
 }

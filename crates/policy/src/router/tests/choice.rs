@@ -148,6 +148,32 @@ fn decode_blocks_are_asked_for_when_the_prompts_turn_is_near() {
     assert_eq!(started, [Effect::DropPrefill]);
 }
 
+/// Neither worker waits for the other one's step: each answers between two of its own.
+#[test]
+fn both_workers_are_asked_at_once_and_the_target_follows() {
+    let mut scene = Scene::new();
+    let asked = scene.step(meanwhile(D1, P1));
+    let [
+        Effect::OpenPrefill { worker: P1, target: None, sequence },
+        Effect::OpenDecode { worker: D1, local: false, sequence: same },
+    ] = asked.as_slice()
+    else {
+        panic!("{asked:?}")
+    };
+    assert_eq!(sequence, same);
+    assert_eq!(scene.step(due()), [], "they are reserved already");
+    assert_eq!(scene.step(reserved()), [Effect::SendTarget(vec![7])]);
+    scene.step(first(0));
+    scene.step(token(1));
+    assert_eq!(scene.emitted(), [0, 1]);
+    // One that takes no prompt has not been told of any handoff.
+    let mut refused = Scene::after([meanwhile(D1, P1)]);
+    let full = ChoiceInput::PrefillEnded(answered(ErrorKind::Unavailable));
+    let effects = refused.step(full);
+    let blames = |effect: &&Effect| matches!(effect, Effect::Judge(Verdict { on: Subject::Worker(P1), .. }));
+    assert!(effects.iter().any(|effect| blames(&effect)), "{effects:?}");
+}
+
 /// A prefill worker is not slow because a decode worker has no blocks.
 #[test]
 fn what_a_prompt_waits_for_after_its_turn_came_is_not_its_prefill_workers_doing() {

@@ -8,7 +8,7 @@ use baton_membership::{Member, Role, View};
 
 use super::*;
 use crate::kv_index::Holder;
-use crate::placement::{LeastLoaded, Links, Predicted, Slo};
+use crate::placement::{LeastLoaded, Links, Predicted, Reserve, Slo};
 
 fn member(id: WorkerId, role: Role) -> Member {
     Member {
@@ -381,22 +381,23 @@ fn workers_that_cannot_reach_each_other_work_with_others() {
 }
 
 #[test]
-fn decode_blocks_are_reserved_late_where_the_prompt_has_to_wait() {
+fn decode_blocks_are_reserved_while_the_prompt_is_asked_for_or_late_where_it_has_to_wait() {
     let (now, cost) = (Instant::now(), StepCost { token: 1e-3, ..StepCost::default() });
-    let late = |member: Member, from: Option<u64>, decode: Option<WorkerId>| {
+    let reserve = |member: Member, from: Option<u64>, decode: Option<WorkerId>| {
         let mut fleet = Fleet::new("m", Box::new(Predicted::new(0)), 0);
         fleet.update(view(vec![member, self::member(D1, Role::Decode)]));
         fleet.reserve_late(from.map(Duration::from_millis));
         // Half a second of them.
         let work = StepWork { tokens: 500, ..StepWork::default() };
         fleet.told(P1, Backlog { work, room: 1000, step_tokens: 512, cost, ..Backlog::default() }, 2, now);
-        fleet.place(&Ask { decode, ..ask() }, &[], now).unwrap().late
+        fleet.place(&Ask { decode, ..ask() }, &[], now).unwrap().reserve
     };
     let prefill = || member(P1, Role::Prefill);
     let old = Member { late_targets: false, ..prefill() };
-    assert_eq!([Some(400), Some(900), None].map(|from| late(prefill(), from, None)), [true, false, false]);
-    assert!(!late(old, Some(0), None), "a worker of an older version");
-    assert!(!late(prefill(), Some(0), Some(D1)), "it has its decode worker already");
+    let times = [Some(400), Some(900), None].map(|from| reserve(prefill(), from, None));
+    assert_eq!(times, [Reserve::Late, Reserve::Meanwhile, Reserve::Meanwhile]);
+    assert_eq!(reserve(old, Some(0), None), Reserve::First, "a worker of an older version");
+    assert_eq!(reserve(prefill(), Some(0), Some(D1)), Reserve::Meanwhile, "it has its decode worker already");
 }
 
 #[test]

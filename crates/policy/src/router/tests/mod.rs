@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use baton_types::{Class, ErrorKind, FinishReason, TokenOut, WorkerId};
 
 use super::*;
-use crate::placement::Placed;
+use crate::placement::{Placed, Reserve};
 use crate::request::{Failure, RequestLimits};
 
 const D1: WorkerId = WorkerId(0xd1);
@@ -20,11 +20,15 @@ const P2: WorkerId = WorkerId(0xf2);
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn split(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
-    ChoiceInput::Placed(Ok(Placed { decode, prefill: Some(prefill) }))
+    ChoiceInput::Placed(Ok((Placed { decode, prefill: Some(prefill) }, Reserve::First)))
 }
 
 fn late(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
-    ChoiceInput::PlacedLate(Placed { decode, prefill: Some(prefill) })
+    ChoiceInput::Placed(Ok((Placed { decode, prefill: Some(prefill) }, Reserve::Late)))
+}
+
+fn meanwhile(decode: WorkerId, prefill: WorkerId) -> ChoiceInput {
+    ChoiceInput::Placed(Ok((Placed { decode, prefill: Some(prefill) }, Reserve::Meanwhile)))
 }
 
 fn due() -> ChoiceInput {
@@ -32,7 +36,7 @@ fn due() -> ChoiceInput {
 }
 
 fn local(decode: WorkerId) -> ChoiceInput {
-    ChoiceInput::Placed(Ok(Placed { decode, prefill: None }))
+    ChoiceInput::Placed(Ok((Placed { decode, prefill: None }, Reserve::First)))
 }
 
 fn nobody() -> ChoiceInput {
