@@ -19,6 +19,7 @@ use crate::input::GenerateInput;
 use crate::keys::KeyRing;
 use crate::models::{Models, Served};
 use crate::record::{Record, rejected};
+use crate::rounds::Rounds;
 use crate::sink::{Event, EventKind, Sink, Way, broken_off};
 use crate::standing::Standing;
 use crate::stop::StopMatcher;
@@ -43,6 +44,7 @@ pub(crate) struct Front {
     /// When the router started, seconds since 1970.
     pub started: u64,
     slots: Arc<Semaphore>,
+    rounds: Arc<Rounds>,
     keys: Option<Arc<KeyRing>>,
 }
 
@@ -131,6 +133,7 @@ impl Front {
             bodies: Bodies::new(limits.body_limit, limits.body_memory),
             started: unix_seconds(),
             slots: Arc::new(Semaphore::new(limits.max_inflight)),
+            rounds: Rounds::start(),
             limits,
             keys,
         }
@@ -233,6 +236,7 @@ impl Front {
                     tenant: tenant.clone(),
                     failure: Arc::clone(&failure),
                     record: Arc::clone(record),
+                    rounds: Arc::clone(&self.rounds),
                 });
                 let request_id = record.request_id().clone();
                 let prompt = Arc::clone(&plan.prompt);

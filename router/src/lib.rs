@@ -45,6 +45,7 @@ mod prompt;
 mod reasoning;
 mod record;
 mod revocable;
+mod rounds;
 mod server;
 mod serving;
 mod sink;

@@ -19,6 +19,7 @@ use crate::error::RequestError;
 use crate::front::Slot;
 use crate::gate::Turn;
 use crate::record::{Record, TokenClock};
+use crate::rounds::Rounds;
 use crate::stop::{Released, StopMatcher};
 use crate::tenant::Tenant;
 
@@ -112,12 +113,16 @@ pub(crate) struct Way {
     pub failure: Arc<OnceLock<RequestError>>,
     /// The request's record.
     pub record: Arc<Record>,
+    /// In which its tokens after the first are sent.
+    pub rounds: Arc<Rounds>,
 }
 
 /// The output of one choice.
 pub(crate) struct Sink {
     way: Way,
     clock: TokenClock,
+    /// The round of its last turn.
+    round: u64,
     /// Its room at the workers, if it waited for its turn.
     turn: Option<Turn>,
     tokens: u32,
@@ -134,7 +139,8 @@ impl Sink {
     /// A sink that has had no token yet.
     pub fn new(way: Way) -> Sink {
         let clock = TokenClock::new(way.record.class_name());
-        Sink { way, clock, turn: None, tokens: 0, charged: 0, chars: 0, stopped: false, ended: false, stalled: false }
+        let (tokens, charged, chars, round) = (0, 0, 0, 0);
+        Sink { way, clock, round, turn: None, tokens, charged, chars, stopped: false, ended: false, stalled: false }
     }
 
     /// Index of the choice.
@@ -162,6 +168,9 @@ impl Sink {
     pub async fn token(&mut self, token: TokenOut) -> Taken {
         if self.stopped {
             return Taken::Sent;
+        }
+        if self.tokens > 0 {
+            self.way.rounds.turn(&mut self.round).await;
         }
         self.tokens += 1;
         if self.tokens == 1 || self.tokens - self.charged >= CHARGE_EVERY {
