@@ -65,6 +65,7 @@ def random_ids(model, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=pathlib.Path)
+    parser.add_argument("--library", help="a libllama.so; default: the one in the wheel, which is for AVX2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--metrics", default=METRICS, help=f"default: {METRICS}")
     parser.add_argument("--decode-context", type=int, default=128, help="tokens before the first measured step")
@@ -74,7 +75,8 @@ def main():
     kinds = {"prefill": prefill, "decode": decode}
     if bad := [w for w in wanted if len(w) != 2 or w[0] not in kinds or not w[1].isdigit() or w[1] == "0"]:
         parser.error(f"--metrics has {'_'.join(bad[0])!r}; names are prefill_N and decode_N with N above 0")
-    model = llama_capi.Model(args.gguf)
+    model = llama_capi.Model(args.gguf, library=args.library)
+    print("llama.cpp:", model.lib.llama_print_system_info().decode(), file=sys.stderr)
     for kind, size in wanted:
         value = kinds[kind](model, int(size), args)
         print(json.dumps({"metric": f"{kind}_{size}", "value": round(value, 2), "unit": "tokens/s"}), flush=True)

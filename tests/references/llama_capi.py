@@ -1,4 +1,4 @@
-"""llama.cpp's C interface, called through ctypes in the library inside the `xllamacpp` wheel.
+"""llama.cpp's C interface, called through ctypes in the library inside the `xllamacpp` wheel, or in one built from its source package.
 
 Used by the reference generator beside this file and by the benchmark's peer. The wheel exports the whole C interface, so
 logits and batches are available without a server in between. Struct layouts belong to the pinned wheel version; the
@@ -81,6 +81,7 @@ def _quiet(level, text, _):
 
 _SIGNATURES = {
     "llama_backend_init": (None, []),
+    "llama_print_system_info": (c.c_char_p, []),
     "llama_log_set": (None, [_LogCallback, c.c_void_p]),
     "llama_model_default_params": (_ModelParams, []),
     "llama_context_default_params": (_ContextParams, []),
@@ -104,12 +105,12 @@ _SIGNATURES = {
 }
 
 
-def load_library():
-    """The wheel's shared library, with signatures declared and struct layouts checked."""
+def load_library(path=None):
+    """The wheel's shared library, or the one at `path`, with signatures declared and struct layouts checked."""
     found = importlib.metadata.version(WHEEL)
     if found != VERSION:
         raise SystemExit(f"{WHEEL} {found} is installed, {VERSION} is needed: pip install {WHEEL}=={VERSION}")
-    lib = c.CDLL(importlib.util.find_spec("xllamacpp.xllamacpp").origin)
+    lib = c.CDLL(path or importlib.util.find_spec("xllamacpp.xllamacpp").origin)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -126,9 +127,9 @@ def load_library():
 class Model:
     """A GGUF file, loaded."""
 
-    def __init__(self, path, repack=True):
-        """`repack`: let llama.cpp rewrite quantised weights for this CPU, its default."""
-        self.lib = load_library()
+    def __init__(self, path, repack=True, library=None):
+        """`repack`: let llama.cpp rewrite quantised weights for this CPU, its default. `library`: as for `load_library`."""
+        self.lib = load_library(library)
         params = self.lib.llama_model_default_params()
         params.use_extra_bufts = repack
         self.handle = self.lib.llama_model_load_from_file(str(path).encode(), params)
