@@ -71,7 +71,7 @@ pub(crate) struct Driver {
     target: Option<oneshot::Sender<Vec<u8>>>,
     alarm: Alarm,
     forecast: Forecast,
-    /// What the worker that computes takes from another one first.
+    /// What a worker that computes takes from another one first. One that was begun goes on when the request is placed again.
     fetch: Option<(WorkerId, FetchBegins)>,
     /// Number of the latest placement, if no worker could take the request.
     unplaced: Option<u64>,
@@ -240,7 +240,9 @@ impl Driver {
                 let still = std::mem::replace(&mut self.unplaced, unplaced).is_some() && unplaced.is_some();
                 self.forecast.placed(&outcome);
                 let fetch = outcome.chosen.as_ref().ok().and_then(|chosen| chosen.fetch);
-                self.fetch = fetch.and_then(|fetch| Some((fetch.to, self.fetch(&fetch)?)));
+                if let Some(fetch) = fetch.and_then(|fetch| Some((fetch.to, self.fetch(&fetch)?))) {
+                    self.fetch = Some(fetch);
+                }
                 if !still {
                     self.trace.placed(outcome.chosen.as_ref().ok().map(|chosen| chosen.placed));
                 }
@@ -311,13 +313,14 @@ impl Driver {
         self.workers.fetch(*fetch, prefix, Allowed::of(fetch, left))
     }
 
-    /// The fetch of this worker, if it has one that nothing has waited for yet.
-    fn fetch_to(&mut self, worker: WorkerId) -> Option<FetchBegins> {
-        self.fetch.take_if(|(to, _)| *to == worker).map(|(_, begins)| begins)
+    /// The fetch of this worker, if it has one.
+    fn fetch_to(&self, worker: WorkerId) -> Option<FetchBegins> {
+        self.fetch.as_ref().filter(|(to, _)| *to == worker).map(|(_, begins)| begins.clone())
     }
 
     async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
         let Driver { sink, job, shutdown, forecast, trace, .. } = self;
+        sink.turn().await;
         let now = Instant::now();
         forecast.token(now);
         trace.token(now);

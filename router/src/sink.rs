@@ -164,13 +164,17 @@ impl Sink {
         async move { out.closed().await }
     }
 
+    /// Waits for the next token's turn to be sent. It is short, whatever clients do, so that it needs no limit of time.
+    pub async fn turn(&mut self) {
+        if self.tokens > 0 && !self.stopped {
+            self.way.rounds.turn(&mut self.round).await;
+        }
+    }
+
     /// Sends a token to the client. Tokens after a matched stop string are dropped.
     pub async fn token(&mut self, token: TokenOut) -> Taken {
         if self.stopped {
             return Taken::Sent;
-        }
-        if self.tokens > 0 {
-            self.way.rounds.turn(&mut self.round).await;
         }
         self.tokens += 1;
         if self.tokens == 1 || self.tokens - self.charged >= CHARGE_EVERY {

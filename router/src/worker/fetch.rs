@@ -12,6 +12,8 @@ use baton_proto::v1;
 use baton_proto::v1::exchange_client::ExchangeClient;
 use baton_proto::v1::fetch_event::Event;
 use baton_runtime::metrics as names;
+use futures::FutureExt;
+use futures::future::Shared;
 use metrics::counter;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
@@ -36,7 +38,7 @@ pub(super) const MOST: usize = 256;
 const SECOND_WORD: Duration = Duration::from_millis(50);
 
 /// Ends when a fetch has begun, or when it is clear that it does not.
-pub(crate) type FetchBegins = oneshot::Receiver<()>;
+pub(crate) type FetchBegins = Shared<oneshot::Receiver<()>>;
 
 /// How long a fetch may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,6 +92,7 @@ pub(super) struct Wish {
 /// Asks both workers, in a task of its own: what a worker fetches is of use to others even if this request ends.
 pub(super) fn begin(workers: Weak<Workers>, (to, from): (WorkerChannel, WorkerChannel), wish: Wish) -> FetchBegins {
     let (begun, begins) = oneshot::channel();
+    let begins = begins.shared();
     let Wish { fetch, prefix, allowed, place } = wish;
     tokio::spawn(async move {
         let _place = place;
