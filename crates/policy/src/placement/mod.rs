@@ -162,10 +162,9 @@ pub struct Fetch {
 }
 
 /// When decode blocks are reserved for a prompt that a prefill worker computes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reserve {
     /// Before the prefill worker is asked: it is told where the KV goes with the prompt. For workers that know nothing else.
-    #[default]
     First,
     /// While the prefill worker takes the prompt in, which is told where the KV goes as soon as that is known. Each of both answers between two
     /// of its steps: so a prompt waits for the longer of two steps, and not for one after the other.
