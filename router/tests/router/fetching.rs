@@ -11,7 +11,7 @@ use baton_router::{PlacementKind, RouterConfig};
 use serde_json::{Value, json};
 use tonic::Status;
 
-use crate::support::{Cluster, Exchanges, FakeWorker, bytes, config};
+use crate::support::{Cluster, Decode, Exchanges, FakeWorker, bytes, config};
 
 const ANSWER: &str = "yes";
 
@@ -80,6 +80,14 @@ impl Two {
     /// Asks for what the holder holds, once the router has read what it says: has the prefix fetched. Returns where the request was placed, and how
     /// long it took.
     async fn fetches(&self) -> (Value, Duration) {
+        self.is_read().await;
+        let (told, took) = self.ask("0").await;
+        assert!(told["fetches"].is_object(), "{told}");
+        (told, took)
+    }
+
+    /// Until the router has read what the holder says.
+    async fn is_read(&self) {
         let reading = async {
             for salt in 0.. {
                 let (told, _) = self.ask(&format!("other {salt}")).await;
@@ -89,9 +97,6 @@ impl Two {
             }
         };
         tokio::time::timeout(Duration::from_secs(30), reading).await.expect("the router reads what workers say");
-        let (told, took) = self.ask("0").await;
-        assert!(told["fetches"].is_object(), "{told}");
-        (told, took)
     }
 
     async fn ask(&self, salt: &str) -> (Value, Duration) {
@@ -158,6 +163,19 @@ async fn a_worker_in_a_long_step_has_time_to_begin() {
     let (_, took) = two.fetches().await;
     assert!((Duration::from_millis(245)..Duration::from_secs(5)).contains(&took), "{took:?}");
     assert_eq!(two.holder.exchanged().1.len(), 1, "what was lent is written to");
+    two.cluster.stop().await;
+}
+
+/// What was begun for a request's first placement is there for the next one.
+#[tokio::test]
+async fn a_request_that_is_placed_again_waits_for_the_fetch_that_has_begun() {
+    let late = Exchanges::Late(Duration::from_millis(250));
+    let two = held_by(Role::Prefill, 200, [late], []).await;
+    two.is_read().await;
+    two.cluster.worker(2).decode_will([Decode::Refuse(Status::unavailable("no"))]);
+    let (_, took) = two.ask("0").await;
+    assert!((Duration::from_millis(245)..Duration::from_secs(5)).contains(&took), "{took:?}");
+    assert_eq!((two.idle.exchanged().0.len(), two.holder.exchanged().1.len()), (1, 1), "one fetch");
     two.cluster.stop().await;
 }
 
