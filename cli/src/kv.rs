@@ -1,20 +1,23 @@
-//! `baton kv`: what is in a folder of KV on disk, whether it is whole, and what of it is of no use. It asks no process: only the folder is read.
+//! `baton kv`: what is in a folder of KV on disk or in an object store, whether it is whole, and what of it is of no use. It asks no process: only
+//! the folder, or the object store, is read.
 
+mod objects;
 mod report;
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::{Context, bail};
 use baton_store::{Folder, Identity, Kept, Looked};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use report::Seen;
 
 /// `baton kv`.
 pub fn command() -> Command {
-    let directory = Arg::new("dir").value_name("DIR").required(true).value_parser(value_parser!(PathBuf));
-    let directory =
-        directory.help("The folder given by --kv-disk; folders in it, as `baton up` makes them, are looked at as well");
+    let directory = Arg::new("dir").value_name("DIR|URL").required(true).help(
+        "The folder given by --kv-disk, or the URL given by --kv-object (s3://BUCKET/PREFIX, file:///DIRECTORY); folders in it, as `baton up` makes them, \
+         are looked at as well",
+    );
     let json = Arg::new("json").long("json").action(ArgAction::SetTrue).help("Prints JSON");
     let sub = |name: &'static str, about: &'static str| {
         Command::new(name).about(about).arg(directory.clone()).arg(json.clone())
@@ -24,17 +27,17 @@ pub fn command() -> Command {
     );
     let yes = Arg::new("yes").long("yes").action(ArgAction::SetTrue).help("Does it; else it is only said");
     Command::new("kv")
-        .about("Looks into a folder of KV on disk (--kv-disk), checks it, and frees what is of no use")
+        .about("Looks into KV on disk (--kv-disk) or in an object store (--kv-object), checks it, and frees what is of no use")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(sub("ls", "Lists what is in the folder: reads the heads of its records"))
+        .subcommand(sub("ls", "Lists what is there: reads the heads of a folder's records, or lists objects"))
         .subcommand(
             sub("stat", "Reads all of it and checks each checksum and digest; exit status 1 if a record is damaged")
                 .after_help("torn: a write that a crash cut off, which a store expects. damaged: whole once, and changed since. Both are computed again, never used."),
         )
         .subcommand(
             sub("gc", "Says what no worker could use and how many bytes that is; --yes frees it")
-                .after_help("Of no use are segments whose records are all dead, torn or damaged. It is refused while a worker has the folder open. Example:  baton kv gc ~/.cache/baton-kv --yes")
+                .after_help("Of no use are segments whose records are all dead, torn or damaged. It is refused while a worker has the folder open. Of an object store it frees what is of no --keep IDENTITY. Example:  baton kv gc ~/.cache/baton-kv --yes")
                 .arg(keep)
                 .arg(yes),
         )
@@ -43,14 +46,20 @@ pub fn command() -> Command {
 /// Lists, checks or frees.
 pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
-    let root = matches.get_one::<PathBuf>("dir").context("a folder is needed")?;
-    let folders = Folder::find(root)?;
-    if folders.is_empty() {
-        bail!("there is no KV in {}; give the folder of --kv-disk, in which files end in .baton-kv", root.display());
+    let root = matches.get_one::<String>("dir").context("a folder is needed")?;
+    let (json, is_gc) = (matches.get_flag("json"), name == "gc");
+    if root.contains("://") {
+        return match is_gc {
+            true => objects::gc(root, &to_keep(matches)?, matches.get_flag("yes"), json),
+            false => objects::look(root, name == "stat", json),
+        };
     }
-    let json = matches.get_flag("json");
+    let folders = Folder::find(Path::new(root))?;
+    if folders.is_empty() {
+        bail!("there is no KV in {root}; give the folder of --kv-disk, in which files end in .baton-kv");
+    }
     match name {
-        "gc" => gc(&folders, matches, json),
+        _ if is_gc => gc(&folders, matches, json),
         name => look(&folders, name == "stat", json),
     }
 }
@@ -93,9 +102,13 @@ fn waste(file: &Kept, looked: Option<&Looked>, keep: &[Identity]) -> Option<Wast
     Some(useless.collect::<Vec<_>>()).filter(|list| !list.is_empty()).map(Waste::Segments)
 }
 
+/// The identities given by --keep.
+fn to_keep(matches: &ArgMatches) -> anyhow::Result<Vec<Identity>> {
+    matches.get_many::<String>("keep").into_iter().flatten().map(|text| identity(text)).collect()
+}
+
 fn gc(folders: &[Folder], matches: &ArgMatches, json: bool) -> anyhow::Result<()> {
-    let keep = matches.get_many::<String>("keep").into_iter().flatten();
-    let keep = keep.map(|text| identity(text)).collect::<anyhow::Result<Vec<Identity>>>()?;
+    let keep = to_keep(matches)?;
     let does = matches.get_flag("yes");
     // All are looked at before anything is freed.
     for folder in folders {

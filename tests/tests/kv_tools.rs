@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_tests::binary;
-use baton_tests::cluster::{Cluster, ClusterOptions, models};
+use baton_tests::cluster::client::{prompt, sampled};
+use baton_tests::cluster::{Cluster, ClusterOptions, models, wait};
 use serde_json::Value;
 
 fn start(model: &Path, disk: &Path) -> anyhow::Result<Cluster> {
@@ -21,6 +22,41 @@ fn start(model: &Path, disk: &Path) -> anyhow::Result<Cluster> {
 
 fn kv(words: &[&str]) -> anyhow::Result<Value> {
     Ok(serde_json::from_str(&binary::output(&[&["kv"], words, &["--json"]].concat())?)?)
+}
+
+/// An object store is listed, checked and freed by its URL.
+#[test]
+fn an_object_store_is_listed_checked_and_freed() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    let (host, url) =
+        (format!("{}B", models::block_bytes(model.path())? * 600), format!("file://{}", folder.path().display()));
+    let args = ["--kv-host", &host, "--kv-object", &url, "--kv-object-size", "64MiB"].map(str::to_owned).to_vec();
+    let cluster = Cluster::start(ClusterOptions { aggregated: true, args, ..ClusterOptions::new(model.path()) })?;
+    cluster.block_on(cluster.client()?.ask(sampled(prompt(330, 1), 4, 1)))?;
+    let listed = wait(|| {
+        let listed = kv(&["ls", &url]).ok()?;
+        (listed["objects"][0]["blocks"].as_u64()? >= 20 && listed["objects"][0]["about"].is_object()).then_some(listed)
+    })?;
+    cluster.stop()?;
+    let (kept, tokens) = (&listed["objects"][0], 16 * listed["objects"][0]["blocks"].as_u64().context("blocks")?);
+    ensure!(kept["tokens"] == tokens && kept["about"]["backend"].is_string(), "{listed:#}");
+    let checked = kv(&["stat", &url])?;
+    ensure!(
+        checked["objects"][0]["whole"].as_u64() >= Some(20) && checked["objects"][0]["damaged"] == 0,
+        "{checked:#}"
+    );
+    let shown = binary::output(&["kv", "stat", &url])?;
+    ensure!(shown.contains("blocks of 16 tokens") && shown.contains(" whole, 0 damaged"), "{shown}");
+    let ours = kept["identity"].as_str().context("identity")?;
+    let gc = |words: &[&str]| kv(&[&["gc", &url], words].concat());
+    ensure!(gc(&[]).unwrap_err().to_string().contains("--keep"), "nothing is freed by mistake");
+    ensure!(gc(&["--keep", ours, "--yes"])?["bytes"] == 0);
+    let other = format!("{:016x}-{:016x}", 1, 2);
+    ensure!(gc(&["--keep", &other])?["done"] == false && kv(&["ls", &url]).is_ok(), "only said");
+    ensure!(gc(&["--keep", &other, "--yes"])?["bytes"].as_u64() > Some(0));
+    let nothing = kv(&["ls", &url]).unwrap_err().to_string();
+    ensure!(nothing.contains("there is no KV in"), "{nothing}");
+    Ok(())
 }
 
 #[test]

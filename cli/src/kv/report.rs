@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use baton_store::{Identity, Kept, Looked, SegmentSum};
+use baton_store::{About, Identity, Kept, Looked, SegmentSum};
 use serde_json::{Value, json};
 
 use super::Waste;
@@ -42,14 +42,8 @@ pub fn table(seen: &[Seen], data: bool, now: SystemTime) -> String {
         };
         line("identity", identity(one.file.name.identity));
         if let Some(about) = &one.file.about {
-            let layout = &about.layout;
-            let layers: usize = layout.groups.iter().map(|group| group.layers.len()).sum();
-            let kind = layout.dtype.as_str();
-            line(
-                "model",
-                format!("{}, {layers} layers, KV in {kind}, blocks of {} tokens", about.model, layout.block_size),
-            );
-            line("computed", format!("by {}, tensor parallel {}", about.backend, about.tp));
+            line("model", model(about));
+            line("computed", computed(about));
         }
         let age =
             one.file.age(now).map_or_else(|| "not known".to_owned(), |age| format!("{} ago", duration(age.as_secs())));
@@ -130,6 +124,19 @@ pub fn json(seen: &[Seen], data: bool) -> Value {
     json!({ "data_checked": data, "files": seen.iter().map(one).collect::<Vec<_>>() })
 }
 
+/// The model of some KV, with its layout.
+pub fn model(about: &About) -> String {
+    let layout = &about.layout;
+    let layers: usize = layout.groups.iter().map(|group| group.layers.len()).sum();
+    let (kind, size) = (layout.dtype.as_str(), layout.block_size);
+    format!("{}, {layers} layers, KV in {kind}, blocks of {size} tokens", about.model)
+}
+
+/// What computed some KV.
+pub fn computed(about: &About) -> String {
+    format!("by {}, tensor parallel {}", about.backend, about.tp)
+}
+
 fn freed_bytes(file: &Kept, waste: &Waste) -> u64 {
     match waste {
         Waste::File => file.bytes,
@@ -168,7 +175,7 @@ pub fn freed_json(all: &[(Kept, Waste)], done: bool) -> Value {
     json!({ "freed": done, "files": all.iter().map(one).collect::<Vec<_>>() })
 }
 
-fn identity(of: Identity) -> String {
+pub fn identity(of: Identity) -> String {
     format!("{:016x}-{:016x}", of.layout, of.numerics)
 }
 

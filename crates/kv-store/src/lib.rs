@@ -46,7 +46,7 @@ pub use counters::Counters;
 pub use effect::{Buffer, Decline, Effect, Input, Job, Miss, ReadError, Ticket};
 pub use error::StoreError;
 pub use index::{Policy, Tier};
-pub use object::{ObjectConfig, ObjectName, object_bytes, object_folder};
+pub use object::{ObjectConfig, ObjectName, object_bytes, object_folder, object_identity};
 pub use record::{Expect, Head, Mismatch, check_record};
 pub use segments::{MIN_SEGMENTS, Place, Reason};
 pub use store::Store;

@@ -38,6 +38,14 @@ pub fn object_folder(identity: Identity) -> String {
     format!("{:016x}-{:016x}-v{VERSION}", identity.layout, identity.numerics)
 }
 
+/// The identity of a folder's objects, of this version; None: the folder is of something else.
+pub fn object_identity(folder: &str) -> Option<Identity> {
+    let mut fields = folder.split('-');
+    let mut next = || u64::from_str_radix(fields.next()?, 16).ok();
+    let identity = Identity { layout: next()?, numerics: next()? };
+    (object_folder(identity) == folder).then_some(identity)
+}
+
 /// An object.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ObjectName {
@@ -92,6 +100,10 @@ mod tests {
         }
         let folder = object_folder(Identity { layout: 1, numerics: 0xff });
         assert_eq!(folder, "0000000000000001-00000000000000ff-v1");
+        assert_eq!(object_identity(&folder), Some(Identity { layout: 1, numerics: 0xff }));
+        for other in ["", "1-ff-v1", "0000000000000001-00000000000000ff-v0", "0000000000000001-00000000000000ff"] {
+            assert_eq!(object_identity(other), None, "{other}");
+        }
         assert_eq!(ObjectName::of(&block(&shape(), 5)).groups, 0b11);
     }
 

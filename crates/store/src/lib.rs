@@ -9,6 +9,7 @@
 //! - Whatever goes wrong with the disk or the object store is a miss, counted and logged. It is never an error of a request.
 
 mod answers;
+mod bucket;
 mod error;
 mod files;
 mod folder;
@@ -23,6 +24,7 @@ mod threads;
 
 pub use answers::{Filling, Pending, Reading};
 pub use baton_kv_store::{Condition, Identity};
+pub use bucket::{Bucket, KeptObjects, ObjectSum};
 pub use error::OpenError;
 pub use files::{Disk, Files};
 pub use folder::{About, FileName, Folder, Kept, Looked, SegmentSum};

@@ -20,8 +20,8 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
 
-use crate::OpenError;
 use crate::shared::Shared;
+use crate::{About, OpenError};
 
 /// Longest time of a call.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -33,11 +33,13 @@ const CALLS: usize = 64;
 /// An object store, and where in it the objects are.
 #[derive(Clone, Debug)]
 pub struct Objects {
-    store: Arc<dyn ObjectStore>,
-    prefix: Path,
+    pub(crate) store: Arc<dyn ObjectStore>,
+    pub(crate) prefix: Path,
     patience: Duration,
     /// Of a file system: how many more calls there may be.
     slots: Option<Arc<Semaphore>>,
+    /// What the objects are of, for those who look.
+    pub(crate) about: Option<About>,
 }
 
 /// Something for the object store to do.
@@ -74,7 +76,7 @@ impl Objects {
 
     /// Objects below a prefix of a store of the caller's.
     pub fn over(store: Arc<dyn ObjectStore>, prefix: Path) -> Objects {
-        Objects { store, prefix, patience: PATIENCE, slots: None }
+        Objects { store, prefix, patience: PATIENCE, slots: None, about: None }
     }
 
     /// Another longest time of a call.
@@ -82,13 +84,18 @@ impl Objects {
         Objects { patience, ..self }
     }
 
+    /// Says what the objects are of, for those who look.
+    pub fn with_about(self, about: Option<About>) -> Objects {
+        Objects { about, ..self }
+    }
+
     /// Where an identity's objects are.
-    fn folder(&self, identity: Identity) -> Path {
+    pub(crate) fn folder(&self, identity: Identity) -> Path {
         self.prefix.clone().join(object_folder(identity))
     }
 
     /// Makes a call, within its time.
-    async fn within<T>(&self, call: impl Future<Output = IoResult<T>>) -> IoResult<T> {
+    pub(crate) async fn within<T>(&self, call: impl Future<Output = IoResult<T>>) -> IoResult<T> {
         let slot = match &self.slots {
             Some(slots) => Some(Arc::clone(slots).try_acquire_owned().map_err(|_| Error::other(Hung))?),
             None => None,
@@ -206,6 +213,8 @@ pub(crate) fn start(shared: &Arc<Shared>, objects: Objects, calls: UnboundedRece
 
 async fn serve(shared: Arc<Shared>, objects: Objects, mut calls: UnboundedReceiver<Call>) {
     let mut running = JoinSet::new();
+    let (identity, described) = (shared.identity, objects.clone());
+    running.spawn(async move { described.describe(identity).await });
     loop {
         tokio::select! {
             call = calls.recv() => {

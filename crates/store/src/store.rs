@@ -30,7 +30,7 @@ pub struct Settings {
     pub objects: Option<Objects>,
     /// Threads for the disk; reads and writes share them.
     pub threads: usize,
-    /// What the disk's file is of. It is written beside the file, for those who look into the directory; None: they can only see its size.
+    /// What the KV is of. It is written beside file and objects, for those who look there; None: they can only see sizes.
     pub about: Option<About>,
 }
 
@@ -76,6 +76,7 @@ impl KvStore {
         let Settings { config, directory, objects, threads, about } = settings;
         let files =
             config.disk.map(|size| Files::open(&directory, config.identity, &config.shape, size)).transpose()?;
+        let objects = objects.map(|objects| objects.with_about(about.clone()));
         if let (Some(about), Some(size)) = (about, config.disk) {
             let (identity, stride) = (config.identity, config.shape.stride() as u64);
             about.write(&directory, FileName { identity, stride, records: size.records });

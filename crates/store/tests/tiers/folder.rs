@@ -16,7 +16,7 @@ fn layout() -> KvLayout {
     KvLayout { version: PROTOCOL_VERSION, model: 1, dtype: KvDtype::F16, block_size: 4, groups }
 }
 
-fn settings(directory: &std::path::Path) -> Settings {
+pub fn settings(directory: &std::path::Path) -> Settings {
     let identity = Identity { layout: layout().fingerprint(), numerics: 2 };
     let config = StoreConfig { identity, ..config(16) };
     let about = Some(About { model: "tiny".into(), backend: "cpu".into(), tp: 1, layout: layout() });
