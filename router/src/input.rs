@@ -117,6 +117,7 @@ impl GenerateInput {
             let constraint = wanted.as_ref().map(|wanted| wanted.constraint.clone());
             let params = SamplingParams { max_tokens, seed, constraint, ..with_end_tokens(&self.sampling, eos) };
             params.validate()?;
+            self.tenant.iter().try_for_each(|tenant| tenant.keep(&ids, &self.standing))?;
             // The same seed and prompt give the same n answers, whichever workers compute them (I1).
             let choices = (0..self.n).map(|i| SamplingParams { seed: seed.wrapping_add(i.into()), ..params.clone() });
             planned.push(Planned { prompt: ids.into(), choices: choices.collect() });

@@ -72,6 +72,7 @@ struct Entry {
     class: Option<String>,
     #[serde(default = "yes")]
     keep_kv: bool,
+    kept_tokens: Option<u32>,
     reject_ttft: Option<String>,
     reject_itl: Option<String>,
 }
@@ -234,6 +235,7 @@ impl Entry {
             requests_per_minute: self.requests_per_minute,
             tokens_per_minute: self.tokens_per_minute,
             streams: self.streams,
+            kept_tokens: self.kept_tokens,
         };
         let Entry { weight, highest_priority, keep_kv, .. } = *self;
         let slo = Slo {

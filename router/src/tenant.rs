@@ -1,5 +1,6 @@
 //! One tenant: who it is, what it may do, and what it has used.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -23,6 +24,8 @@ pub(crate) struct Tenant {
     name: String,
     /// Where its large bodies and prompts wait.
     line: Line,
+    /// Hashes prompts that are kept. Nobody outside knows which prompts it takes for the same.
+    hasher: RandomState,
     state: Mutex<State>,
 }
 
@@ -72,7 +75,8 @@ impl Tenant {
     /// A tenant that has used nothing.
     pub fn new(name: &str, rights: Rights) -> Tenant {
         let meter = TenantMeter::new(rights.limits, now());
-        Tenant { name: name.to_owned(), line: Line::default(), state: Mutex::new(State { rights, meter }) }
+        let (name, state) = (name.to_owned(), Mutex::new(State { rights, meter }));
+        Tenant { name, line: Line::default(), hasher: RandomState::new(), state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -173,6 +177,13 @@ impl Tenant {
             OverLimit::Requests(wait) => ("requests a minute", limits.requests_per_minute, wait),
             OverLimit::Tokens(wait) => ("tokens a minute", limits.tokens_per_minute, wait),
             OverLimit::Streams => ("answers at once", limits.streams, Duration::from_secs(1)),
+            OverLimit::Kept(wait) => ("tokens of kept prompts", limits.kept_tokens, wait),
+            OverLimit::KeptNever => {
+                let limit = limits.kept_tokens.unwrap_or_default();
+                let wrong =
+                    format!("may keep {limit} tokens at a time, and the prompt has more; leave cache_keep_seconds out");
+                return self.not_allowed("cache_keep_seconds", &wrong);
+            }
             OverLimit::Never => {
                 return self.not_allowed("n", "may not have so many answers at once, or may have none at all");
             }
@@ -185,6 +196,19 @@ impl Tenant {
         let over = format!("the API key of {} is limited to {limit} {what}; {when}", self.name);
         let error = RequestError::new(ErrorKind::ResourceExhausted, over).code("rate_limit_exceeded");
         RequestError { retry_after: Some(wait), ..error }
+    }
+
+    /// Counts a prompt that a request asks to keep, if it asks for that.
+    pub fn keep(&self, prompt: &[u32], standing: &Standing) -> Result<(), RequestError> {
+        if standing.cache_keep_seconds == 0 {
+            return Ok(());
+        }
+        let mut state = self.state();
+        let limits = state.rights.limits;
+        let hash = self.hasher.hash_one((&standing.cache_salt, prompt));
+        let time = Duration::from_secs(standing.cache_keep_seconds.into());
+        let kept = state.meter.keep(hash, prompt.len() as u32, time, now());
+        kept.map_err(|over| RequestError { param: Some("cache_keep_seconds".to_owned()), ..self.over(over, limits) })
     }
 
     /// Counts tokens of a prompt or of an answer.
@@ -220,6 +244,27 @@ mod tests {
             "team",
             Rights { limits, weight: 3, highest_priority, class: Class::Interactive, keep_kv, slo },
         ))
+    }
+
+    #[test]
+    fn prompts_are_kept_up_to_the_tenants_limit() {
+        let limits = TenantLimits { kept_tokens: Some(10), ..TenantLimits::default() };
+        let rights = Rights { limits, ..tenant(0, true).state().rights };
+        let tenant = Tenant::new("team", rights);
+        let keeps = |prompt: &[u32], seconds, salt: &str| {
+            let (cache_keep_seconds, cache_salt) = (seconds, salt.to_owned());
+            tenant.keep(prompt, &Standing { cache_keep_seconds, cache_salt, ..Standing::default() })
+        };
+        keeps(&[1; 6], 60, "").unwrap();
+        keeps(&[1; 6], 60, "").unwrap();
+        keeps(&[1; 600], 0, "").unwrap();
+        let over = keeps(&[1; 6], 60, "other").unwrap_err();
+        assert_eq!((over.kind, over.param.as_deref()), (ErrorKind::ResourceExhausted, Some("cache_keep_seconds")));
+        assert!(over.retry_after.unwrap() > Duration::from_secs(59), "{over:?}");
+        assert!(over.message.contains("limited to 10 tokens of kept prompts"), "{over:?}");
+        let never = keeps(&[1; 11], 60, "").unwrap_err();
+        assert_eq!(never.kind, ErrorKind::PermissionDenied);
+        assert!(never.message.contains("may keep 10 tokens at a time"), "{never:?}");
     }
 
     #[test]

@@ -4,7 +4,11 @@
 //! answer while it is made. So an allowance may fall below zero; then requests wait until it is above again, and nobody is charged for
 //! tokens that were only asked for.
 
+mod kept;
+
 use std::time::{Duration, Instant};
+
+use kept::Kept;
 
 const MINUTE: f64 = 60.0;
 
@@ -17,6 +21,8 @@ pub struct TenantLimits {
     pub tokens_per_minute: Option<u32>,
     /// Answers in the making at a time.
     pub streams: Option<u32>,
+    /// Tokens of prompts that are kept at a time because its requests ask for that.
+    pub kept_tokens: Option<u32>,
 }
 
 /// What a tenant has used.
@@ -26,6 +32,7 @@ pub struct TenantMeter {
     requests: Option<Allowance>,
     tokens: Option<Allowance>,
     running: u32,
+    kept: Kept,
 }
 
 /// Why a request is refused.
@@ -37,6 +44,10 @@ pub enum OverLimit {
     Tokens(Duration),
     /// Too many answers at once. Nobody knows when one ends.
     Streams,
+    /// Too many tokens are kept. After this time there is room for the prompt, if no other is kept meanwhile.
+    Kept(Duration),
+    /// So long a prompt is never kept.
+    KeptNever,
     /// Such a request is never let in.
     Never,
 }
@@ -92,7 +103,7 @@ impl TenantMeter {
     pub fn new(limits: TenantLimits, now: Instant) -> TenantMeter {
         let allowance = |limit: Option<u32>| limit.map(|limit| Allowance::full(limit, now));
         let (requests, tokens) = (allowance(limits.requests_per_minute), allowance(limits.tokens_per_minute));
-        TenantMeter { limits, requests, tokens, running: 0 }
+        TenantMeter { limits, requests, tokens, running: 0, kept: Kept::default() }
     }
 
     /// Has these limits from now on. What was used stays used.
@@ -129,7 +140,7 @@ impl TenantMeter {
     /// Why it would not. Of several reasons, the one that lasts longest.
     pub fn check(&mut self, answers: u32, now: Instant) -> Result<(), OverLimit> {
         self.refill(now);
-        let TenantLimits { requests_per_minute, tokens_per_minute, streams } = self.limits;
+        let TenantLimits { requests_per_minute, tokens_per_minute, streams, .. } = self.limits;
         if streams.is_some_and(|most| answers > most) || requests_per_minute == Some(0) || tokens_per_minute == Some(0)
         {
             return Err(OverLimit::Never);
@@ -158,11 +169,20 @@ impl TenantMeter {
         }
     }
 
+    /// A request asks to keep a prompt of so many tokens for this long. `prompt`: a hash of it.
+    ///
+    /// # Errors
+    /// It is over the limit, and does not count.
+    pub fn keep(&mut self, prompt: u64, tokens: u32, time: Duration, now: Instant) -> Result<(), OverLimit> {
+        let Some(limit) = self.limits.kept_tokens else { return Ok(()) };
+        self.kept.keep((prompt, tokens), time, limit, now)
+    }
+
     /// True when nothing would be lost by forgetting what was used.
     pub fn is_fresh(&mut self, now: Instant) -> bool {
         self.refill(now);
         let full = |allowance: &Option<Allowance>| allowance.is_none_or(|a| a.left >= a.per_minute.into());
-        self.running == 0 && full(&self.requests) && full(&self.tokens)
+        self.running == 0 && self.kept.is_empty(now) && full(&self.requests) && full(&self.tokens)
     }
 
     /// So many answers have ended.
@@ -185,8 +205,12 @@ impl TenantMeter {
 mod tests {
     use super::*;
 
-    const LIMITS: TenantLimits =
-        TenantLimits { requests_per_minute: Some(6), tokens_per_minute: Some(600), streams: Some(3) };
+    const LIMITS: TenantLimits = TenantLimits {
+        requests_per_minute: Some(6),
+        tokens_per_minute: Some(600),
+        streams: Some(3),
+        kept_tokens: None,
+    };
 
     fn seconds(seconds: u64) -> Duration {
         Duration::from_secs(seconds)

@@ -206,6 +206,25 @@ async fn answers_at_once_are_bounded_until_they_end() {
 }
 
 #[tokio::test]
+async fn a_tenant_keeps_no_more_kv_than_it_may() {
+    let (cluster, _folder) = cluster(&[("a", ONE, "kept_tokens = 20"), ("b", TWO, "")]).await;
+    let keep = |prompt: &str| json!({"prompt": prompt, "max_tokens": 3, "cache_keep_seconds": 60});
+    let first = keep("one prompt, 20 bytes");
+    for _ in 0..2 {
+        assert_eq!(ask(&cluster, Some("one"), &first).await.status(), 200, "the same again counts once");
+    }
+    let over = ask(&cluster, Some("one"), &keep("one more")).await;
+    let wait: u64 = header(&over, "retry-after").unwrap().parse().unwrap();
+    assert!((1..=60).contains(&wait), "{wait}");
+    assert_eq!(error(over).await, (429, json!("rate_limit_exceeded")));
+    let never = ask(&cluster, Some("one"), &keep("longer than all it may keep")).await;
+    assert_eq!(error(never).await, (403, json!("insufficient_permissions")));
+    assert_eq!(ask(&cluster, Some("one"), &hi()).await.status(), 200, "what is not kept does not count");
+    assert_eq!(ask(&cluster, Some("two"), &keep("another tenant's")).await.status(), 200);
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn keys_change_while_the_router_runs() {
     let (cluster, folder) = cluster(&[("a", ONE, "")]).await;
     let path = folder.path().join("keys.toml");
