@@ -107,6 +107,12 @@ baton_runtime::config! {
         /// KV stores (`baton kv-store`) keep the blocks of prompts and answers from this use on, at most 15; 1: all. With 2 they take in a fraction of
         /// it, and nothing of what comes once (docs/kv-store.md).
         kv_store_min_uses: u32 = 1,
+        /// Idle workers take copies of prefixes that many prompts begin with, so that these are there when load grows: each at most this
+        /// percentage of its KV pool in ten minutes. 0: none (docs/placement.md).
+        hot_prefix_percent: u32 = 10,
+        /// Learns how long each tenant's users take from an answer to their next question, and has a conversation's KV brought from a worker's own store,
+        /// or from a KV store, into a pool shortly before it is likely to go on (docs/kv-store.md).
+        recall_turns: bool = false,
         /// With predicted: a request whose first token is predicted to come later than this is rejected with 429 before any work is spent on
         /// it; the error says why, and when to retry. A key or a request may have its own (see docs/placement.md). Default: none is.
         reject_ttft: Option<Duration> = None,
@@ -173,6 +179,9 @@ impl RouterConfig {
         if !(1..=u32::from(Keep::MOST_USES)).contains(&self.kv_store_min_uses) {
             return Err(RouterError::KvStoreMinUses(self.kv_store_min_uses));
         }
+        if self.hot_prefix_percent > 100 {
+            return Err(RouterError::HotPrefixPercent(self.hot_prefix_percent));
+        }
         if self.registry_on_grpc && (self.keys_file.is_some() || self.internal_tls.tls_cert.is_some()) {
             return Err(RouterError::OpenRegistry);
         }
@@ -229,6 +238,14 @@ mod tests {
         for uses in [0, 16] {
             assert_eq!(said(uses), Err(format!("kv_store_min_uses is {uses}; it must be 1 to 15")));
         }
+    }
+
+    #[test]
+    fn more_than_all_of_a_pool_is_refused_by_name() {
+        let said = |percent| RouterConfig { hot_prefix_percent: percent, ..RouterConfig::default() }.check();
+        assert!([0, 100].into_iter().all(|percent| said(percent).is_ok()));
+        let error = said(101).unwrap_err().to_string();
+        assert_eq!(error, "hot_prefix_percent is 101; it must be at most 100");
     }
 
     #[test]

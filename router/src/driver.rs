@@ -284,12 +284,16 @@ impl Driver {
             Effect::Judge(verdict) => self.workers.judge(verdict),
             Effect::Note { placed, names, tokens, answer } => {
                 self.workers.note(placed, &names, answer);
-                self.workers.keep(names, || v1::Prefix {
+                let prefix = || v1::Prefix {
                     request_id: self.job.request_id.0.clone(),
                     tokens: tokens.to_vec(),
                     cache_salt: self.job.standing.cache_salt.clone(),
                     ..v1::Prefix::default()
-                });
+                };
+                let names: Arc<[BlockName]> = names.into();
+                let prompt = self.job.prompt.len();
+                self.workers.recall(self.job.standing.tenant, prompt, &names, prefix);
+                self.workers.keep(names, prefix);
             }
             // The last effects. `run` performs them.
             Effect::Finish { .. } | Effect::Fail(_) => {}

@@ -24,6 +24,9 @@ pub enum RouterError {
     /// KV stores are to keep blocks from no use on, or from one that is not counted.
     #[error("kv_store_min_uses is {0}; it must be 1 to {most}", most = Keep::MOST_USES)]
     KvStoreMinUses(u32),
+    /// Workers cannot take more than all of their pool.
+    #[error("hot_prefix_percent is {0}; it must be at most 100")]
+    HotPrefixPercent(u32),
     /// No body of the allowed size would fit the memory for bodies.
     #[error("body_memory is {memory} and body_limit is {limit}; body_memory must be at least as large")]
     BodyMemory {
@@ -88,6 +91,7 @@ impl BatonError for RouterError {
             RouterError::Zero { .. }
             | RouterError::SloNeedsPrediction
             | RouterError::KvStoreMinUses(_)
+            | RouterError::HotPrefixPercent(_)
             | RouterError::BodyMemory { .. }
             | RouterError::SameAddress { .. }
             | RouterError::NoModel

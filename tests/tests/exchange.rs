@@ -9,7 +9,7 @@ use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, fetch_event::Event};
 use baton_tests::binary;
 use baton_tests::cluster::client::{Answer, apart, prompt, sampled};
-use baton_tests::cluster::{Cluster, ClusterOptions, exchange_with, models, wait};
+use baton_tests::cluster::{Cluster, ClusterOptions, Worker, exchange_with, models, wait};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -117,7 +117,8 @@ fn every_pair(transport: &'static str) -> anyhow::Result<()> {
         ensure!(answer.ids == *want, "I1: {salt}: {:?} instead of {want:?}", answer.ids);
         ensure!(cached >= MOVES, "{salt}: {cached} tokens were cached");
     }
-    cluster.wait_idle()?;
+    // Others have taken the places of the old ones by then.
+    cluster.wait_idle_workers(4)?;
     cluster.stop()
 }
 
@@ -272,5 +273,41 @@ fn a_prefix_comes_from_another_workers_store() -> anyhow::Result<()> {
     );
     ensure!(computed == 0.0, "{computed} tokens computed before");
     cluster.wait_idle_workers(1)?;
+    cluster.stop()
+}
+
+/// An idle worker takes what many prompts begin with, and computes the next of them from there, with the same answer (I1).
+#[test]
+fn an_idle_worker_takes_what_many_prompts_begin_with() -> anyhow::Result<()> {
+    let model = models::tiny()?;
+    // One after the other, all are computed by the prefill worker that has their beginning.
+    let env = ["BATON_LOCAL_PROMPT", "BATON_LOCAL_PREFILL"].map(|name| (name.to_owned(), "0".to_owned())).to_vec();
+    let cluster = Cluster::start(ClusterOptions { prefill: 2, env, ..ClusterOptions::new(&model) })?;
+    let of = |which: u32| {
+        let mut tokens = prompt(PROMPT, 1);
+        tokens[MOVES as usize] = which;
+        tokens
+    };
+    let mut answers = Vec::new();
+    for which in 0..10 {
+        answers.push(ask(&cluster, &of(which), "")?.0.ids);
+    }
+    let metric = |worker: &Worker, name: &str| Ok::<f64, anyhow::Error>(worker.metrics()?.sum(name, ""));
+    let has_taken = |worker: &Worker| metric(worker, "baton_kv_fetched_tokens_total").is_ok_and(|tokens| tokens > 0.0);
+    let (takers, others) = wait(|| {
+        let workers = cluster.workers_of(Role::Prefill);
+        let (takers, others): (Vec<_>, Vec<_>) = workers.into_iter().partition(has_taken);
+        (!takers.is_empty()).then_some((takers, others))
+    })?;
+    let [taker] = &takers[..] else { anyhow::bail!("{} workers have taken a copy", takers.len()) };
+    let tokens = metric(taker, "baton_kv_fetched_tokens_total")?;
+    ensure!(tokens == f64::from(MOVES), "{tokens} tokens were taken, and {MOVES} are what many prompts begin with");
+    let [holder] = &others[..] else { anyhow::bail!("{} other workers", others.len()) };
+    cluster.signal(holder.pid, Signal::KILL)?;
+    let (again, _) = ask(&cluster, &of(3), "")?;
+    ensure!(again.ids == answers[3], "I1: {:?} instead of {:?}", again.ids, answers[3]);
+    let hits = metric(taker, "baton_prefix_hit_tokens_total")?;
+    ensure!(hits >= f64::from(MOVES), "{hits} tokens of the copy were used");
+    cluster.wait_idle()?;
     cluster.stop()
 }

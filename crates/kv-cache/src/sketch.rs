@@ -50,9 +50,14 @@ impl Sketch {
         }
         self.uses += 1;
         if self.uses >= self.sample {
-            self.counters.iter_mut().for_each(|count| *count /= 2);
-            self.uses /= 2;
+            self.halve();
         }
+    }
+
+    /// Halves all counts.
+    pub fn halve(&mut self) {
+        self.counters.iter_mut().for_each(|count| *count /= 2);
+        self.uses /= 2;
     }
 
     /// How often a name was used.

@@ -22,6 +22,7 @@ mod kv_index;
 mod placement;
 mod prefixes;
 mod request;
+mod returns;
 mod router;
 mod tenants;
 
@@ -37,9 +38,10 @@ pub use placement::{
 };
 pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, NEW_WAITS, RequestLimits, RequestMachine, State};
+pub use returns::Returns;
 pub use router::{
     Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, Keep, Known, LegEnd,
-    NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, SECOND_WORD, Sequence, Subject, Taken, Verdict,
-    WorkerLease, WorkerState,
+    NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, Recall, SECOND_WORD, Sequence, Subject, Taken,
+    Verdict, WorkerLease, WorkerState,
 };
 pub use tenants::{Left, OverLimit, TenantLimits, TenantMeter};

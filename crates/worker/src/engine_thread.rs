@@ -6,7 +6,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use baton_engine::{ModelRunner, NewSequence, RunError};
+use baton_engine::{Exchange as Prefix, ModelRunner, NewSequence, RunError};
 use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::{ReceiverEvent, TransferError};
@@ -53,6 +53,8 @@ pub(crate) enum Message<C> {
     Tiers(baton_roles::tiers::Command),
     /// From the receiving end of handoffs.
     Received(ReceiverEvent),
+    /// A prefix that a prompt may need soon: it is loaded if only the worker's store has it.
+    Recall(Box<Prefix>),
     /// Somebody wants to see KV.
     Look(Look),
     /// Accept no new requests from now on.
@@ -279,6 +281,8 @@ impl<S: Shell> Thread<S> {
                 }
                 None
             }
+            // What there is to load was begun before ([`load_for`]).
+            Message::Recall(_) => None,
             Message::Drain => Some(Input::Drain),
         }
     }
@@ -355,11 +359,12 @@ fn unplanned(step: u64) -> RunError {
     RunError(format!("step {step} is not in flight"))
 }
 
-/// What to load before a message's prompt, or before the prefix that another worker is to be served.
+/// What to load before a message's prompt, before the prefix that another worker is to be served, or ahead of need.
 fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Option<baton_roles::tiers::Command> {
     match message {
         Message::Command(command) => tiers.sees(S::brings(command)?),
         Message::Exchange(exchange::Message::Serve { prefix, .. }) => tiers.sees_prefix(prefix),
+        Message::Recall(prefix) => tiers.sees_prefix(prefix),
         _ => None,
     }
 }

@@ -11,6 +11,7 @@ use baton_types::BatonError;
 use tonic::{Request, Response, Status};
 
 use crate::ends::KvEnds;
+use crate::engine_thread;
 use crate::exchange::Message;
 use crate::{EngineHandle, Events, Node, Wire, stream_status, transferred};
 
@@ -60,6 +61,13 @@ impl<C: Send + 'static> exchange_server::Exchange for ExchangeService<C> {
         let handoff = Box::new(handoff);
         Events::open_exchange(&self.engine, |stream, accepted| Message::Serve { prefix, handoff, stream, accepted })
             .await
+    }
+
+    async fn recall(&self, request: Request<v1::RecallRequest>) -> Result<Response<v1::RecallResponse>, Status> {
+        let (prefix, _) = self.prefix(request.into_inner().prefix)?;
+        let recall = engine_thread::Message::Recall(prefix);
+        self.engine.post(recall).map_err(|_| Status::unavailable("the worker ends"))?;
+        Ok(Response::new(v1::RecallResponse {}))
     }
 }
 

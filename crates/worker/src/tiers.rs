@@ -200,7 +200,7 @@ impl TiersShell {
         self.load(&new.request_id, prefix, &new.tokens)
     }
 
-    /// What to load for a prefix that is to be served to another worker next.
+    /// What to load of a prefix that is to be served to another worker next, or that a prompt may need soon.
     pub fn sees_prefix(&self, wanted: &Prefix) -> Option<Command> {
         self.load(&wanted.request_id, wanted.prefix, &wanted.tokens)
     }

@@ -11,6 +11,7 @@ mod keep;
 mod legs;
 mod link;
 mod look;
+mod recall;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,6 +47,7 @@ use fetch::{Failed, Wish};
 use keep::Keeper;
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill, traced};
 pub(crate) use look::Seen;
+use recall::Recaller;
 
 /// All workers in the current view.
 pub(crate) struct Workers {
@@ -66,6 +68,8 @@ pub(crate) struct Workers {
     /// Places for prefixes that move.
     fetches: Arc<Semaphore>,
     keeper: Keeper,
+    /// `None`: no KV is brought up ahead of need.
+    recaller: Option<Recaller>,
     /// Placements so far.
     turn: AtomicUsize,
     explanations: Explanations,
@@ -101,6 +105,8 @@ struct Table {
     block_size: u32,
     /// There are KV stores.
     has_stores: bool,
+    /// Idle workers take copies of hot prefixes.
+    copies_hot: bool,
 }
 
 /// The tasks that follow workers.
@@ -147,6 +153,7 @@ impl Workers {
         fleet.reserve_late(Some(late_reservation));
         // The settings were checked.
         fleet.keep_from(config.kv_store_min_uses as u8);
+        fleet.copy_hot(config.hot_prefix_percent);
         let table = Table {
             capacity: fleet.capacity(),
             gate_room: fleet.gate_room(fair_window),
@@ -154,6 +161,7 @@ impl Workers {
             channels: HashMap::new(),
             block_size: fleet.block_size(),
             has_stores: false,
+            copies_hot: false,
         };
         let tls = tls.map(WorkerTls::new);
         let (served_name, table) = (model.id().to_owned(), RwLock::new(Arc::new(table)));
@@ -169,6 +177,7 @@ impl Workers {
             stored: HeldBlocks::new(BLOCKS, "stores"),
             fetches: Arc::new(Semaphore::new(fetch::MOST)),
             keeper: Keeper::default(),
+            recaller: config.recall_turns.then(Recaller::default),
             turn: AtomicUsize::new(random_u64() as usize),
             explanations: Explanations::default(),
             traces,
@@ -214,7 +223,7 @@ impl Workers {
         }
         (table.capacity, table.fingerprint) = (fleet.capacity(), fleet.fingerprint());
         (table.gate_room, table.block_size) = (fleet.gate_room(self.fair_window), fleet.block_size());
-        table.has_stores = fleet.has_stores();
+        (table.has_stores, table.copies_hot) = (fleet.has_stores(), fleet.copies_hot());
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(table);
     }
 
@@ -291,6 +300,7 @@ impl Workers {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let pool = self.held.find(&ask.names, IN_POOLS, turn);
         let store = self.stored.find(&ask.names, IN_STORES, turn);
+        self.recaller.iter().for_each(|recaller| recaller.came(&ask.names));
         let chosen = self.fleet().place(ask, Known { pool: &pool, store: &store }, Instant::now().into_std());
         if let Ok(Chosen { placed, why: Some(_), load, .. }) = &chosen {
             let route = if placed.prefill.is_some() { "split" } else { "local" };

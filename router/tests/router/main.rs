@@ -15,6 +15,7 @@ mod listeners;
 mod logprobs;
 mod models;
 mod reasoning;
+mod recall;
 mod recovery;
 mod refused;
 mod responses;

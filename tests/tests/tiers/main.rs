@@ -91,6 +91,26 @@ fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result
     cluster.stop()
 }
 
+/// Prompts that are asked again and again: their KV is loaded before it is asked for.
+#[test]
+fn what_is_likely_to_be_asked_soon_is_loaded_ahead_of_need() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let mut options = options(model.path(), 200, None)?;
+    options.env.push(("BATON_RECALL_TURNS".to_owned(), "true".to_owned()));
+    let cluster = Cluster::start(options)?;
+    let (want, _) = all(&cluster)?;
+    for _ in 0..2 {
+        ensure!(all(&cluster)?.0 == want, "I1");
+    }
+    let loaded = || metric(&cluster, "baton_kv_loaded_tokens_total", "");
+    let before = loaded()?;
+    // Nobody asks now.
+    wait(|| (loaded().ok()? >= before + 320.0).then_some(()))?;
+    ensure!(all(&cluster)?.0 == want, "I1");
+    cluster.wait_idle()?;
+    cluster.stop()
+}
+
 /// Neither by an answer nor by its time can a client find out what another tenant's prompts are: nothing of theirs is looked up, loaded or counted.
 #[test]
 fn what_another_tenant_stored_is_computed() -> anyhow::Result<()> {

@@ -20,13 +20,17 @@ use crate::gate::GateRoom;
 use crate::placement::{Chosen, Delays, Links, Placed, Placement, Terms};
 use crate::prefixes::Prefixes;
 
+mod hot;
 mod keeping;
 mod placing;
+mod recall;
 mod roster;
 
+use hot::Hot;
 pub use keeping::Keep;
 use keeping::Keeping;
 pub use placing::{Ask, Known};
+pub use recall::Recall;
 use roster::{Apart, Roster, Worker, works};
 
 /// How often a lost worker is asked whether it is back.
@@ -84,6 +88,8 @@ pub struct Fleet {
     seed: u64,
     /// What KV stores keep.
     keeping: Keeping,
+    /// What idle workers take ahead of need.
+    hot: Hot,
 }
 
 /// The workers that joined and left with a view.
@@ -167,6 +173,7 @@ impl Fleet {
             late: None,
             seed,
             keeping: Keeping::new(1),
+            hot: Hot::new(0),
         }
     }
 
@@ -179,7 +186,10 @@ impl Fleet {
     /// Takes over a new view and returns what changed.
     pub fn update(&mut self, view: Arc<View>) -> Changes {
         let changes = self.roster.update(&view, &self.model);
-        changes.left.iter().for_each(|id| self.outliers.forget(*id));
+        for id in &changes.left {
+            self.outliers.forget(*id);
+            self.hot.leave(*id);
+        }
         self.view = view;
         self.block_size = self.usual_block_size();
         changes

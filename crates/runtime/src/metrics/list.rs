@@ -26,6 +26,10 @@ metrics! {
             "placements that were predicted, by whether a chosen worker holds some of the prompt in its pool (held), or is to load some from its own store (stored)";
         KEEPS: counter "baton_kv_keeps_total" by "`outcome` (kept; refused, before anything was sent; failed)" of "router",
             "pieces of prompts and answers that KV stores were asked to take from workers";
+        HOT_COPIES: counter "baton_kv_hot_copies_total" by "`outcome` (kept; refused, before anything was sent; failed)" of "router",
+            "pieces of prefixes that many prompts begin with, which idle workers were asked to take ahead of need";
+        RECALLS: counter "baton_kv_recalls_total" by "`outcome` (asked, of a worker's own store; kept, of a KV store; refused; failed)" of "router",
+            "KV of conversations that workers were asked to bring into their pools before the next turn";
         FETCHES: counter "baton_kv_fetches_total" by "`outcome` (fetched; refused, before anything was sent; failed)" of "router",
             "prefixes that workers were asked to take from others";
         PREDICTION_ERROR: gauge "baton_prediction_error_ratio" by "`of` (ttft, itl)" of "router",

@@ -34,6 +34,8 @@ pub struct Prefixes {
     /// Prefixes that were asked for.
     pub taken: watch::Sender<Vec<v1::Prefix>>,
     pub given: watch::Sender<Vec<v1::ServeRequest>>,
+    /// Prefixes that were to be loaded ahead of need.
+    pub recalled: watch::Sender<Vec<v1::Prefix>>,
 }
 
 impl Prefixes {
@@ -64,6 +66,11 @@ impl Prefixes {
             }
             _ => stream::pending().boxed(),
         }))
+    }
+
+    pub fn recall(&self, request: Request<v1::RecallRequest>) -> Result<Response<v1::RecallResponse>, Status> {
+        self.recalled.send_modify(|recalled| recalled.extend(request.into_inner().prefix));
+        Ok(Response::new(v1::RecallResponse {}))
     }
 
     pub fn serve(&self, request: Request<v1::ServeRequest>) -> Result<Response<Events<v1::ServeEvent>>, Status> {

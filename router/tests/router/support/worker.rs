@@ -256,6 +256,18 @@ impl FakeWorker {
         (taken.borrow().clone(), given.borrow().clone())
     }
 
+    /// The first prefix that it was to load ahead of need.
+    pub async fn recalled(&self) -> v1::Prefix {
+        let mut recalled = self.shared.prefixes.recalled.subscribe();
+        let first = recalled.wait_for(|all| !all.is_empty());
+        tokio::time::timeout(Duration::from_secs(30), first).await.expect("a prefix to load").unwrap()[0].clone()
+    }
+
+    /// How often it was to load one.
+    pub fn recalls(&self) -> usize {
+        self.shared.prefixes.recalled.borrow().len()
+    }
+
     /// Scripts what it says to who follows it, one list for each time. Without one it refuses.
     pub fn news_will_be(&self, lists: impl IntoIterator<Item = Vec<WorkerEvent>>) {
         self.shared.news.lock().unwrap().extend(lists);
@@ -345,6 +357,10 @@ impl v1::exchange_server::Exchange for Service {
 
     async fn serve(&self, request: Request<v1::ServeRequest>) -> Result<Response<Self::ServeStream>, Status> {
         self.0.prefixes.serve(request)
+    }
+
+    async fn recall(&self, request: Request<v1::RecallRequest>) -> Result<Response<v1::RecallResponse>, Status> {
+        self.0.prefixes.recall(request)
     }
 }
 

@@ -16,20 +16,20 @@ use super::roster::Worker;
 use crate::kv_index::Holder;
 
 /// Fewest tokens that a store takes: less is not fetched from it either.
-const LEAST: u32 = 128;
+pub(super) const LEAST: u32 = 128;
 /// Tokens that move at a time: a worker writes one prefix after the other, and requests may wait for the next.
 const PIECE: u32 = 2048;
 /// Uses of blocks after which their counts are halved. This takes four megabytes at most.
-const SAMPLE: u64 = 1 << 20;
+pub(super) const SAMPLE: u64 = 1 << 20;
 
-/// What a store takes from a worker, in pieces, each as a whole or not at all.
+/// What a store, or a worker ahead of need, takes from a worker, in pieces, each as a whole or not at all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Keep {
-    /// The store.
+    /// Who takes it.
     pub to: WorkerId,
     /// The worker that holds most.
     pub from: WorkerId,
-    /// Leading tokens that the store has.
+    /// Leading tokens that it has.
     pub has: u32,
     /// Leading tokens that it will have, whole blocks.
     pub tokens: u32,
@@ -74,6 +74,11 @@ impl Keeping {
     }
 }
 
+/// How many leading blocks this worker holds.
+pub(super) fn holds(by: &[Holder], worker: WorkerId) -> u32 {
+    by.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks)
+}
+
 impl Fleet {
     /// KV stores keep blocks from this use on, at most [`Keep::MOST_USES`]; 1: all.
     pub fn keep_from(&mut self, min_uses: u8) {
@@ -93,10 +98,7 @@ impl Fleet {
     /// What a KV store should take of a prompt and its answer with these blocks. `known`: who says that it holds how much of it.
     pub fn keep(&self, names: &[BlockName], known: Known<'_>, now: Instant) -> Option<Keep> {
         let size = self.block_size.max(1);
-        let there = |worker: &&Worker| {
-            worker.serves && worker.exchanges != 0 && !worker.lost && !worker.drains() && worker.gives(now)
-        };
-        let holds = |by: &[Holder], id| by.iter().find(|holder| holder.worker == id).map_or(0, |holder| holder.blocks);
+        let there = |worker: &&Worker| worker.moves(now);
         let has = |store: &Worker| holds(known.pool, store.id).max(holds(known.store, store.id));
         let worth = self.keeping.worth(names);
         let last = names.get((worth as usize).checked_sub(1)?)?.short();

@@ -117,6 +117,11 @@ impl Worker {
         self.apart.is_over(now)
     }
 
+    /// Whether prefixes may be moved to it or from it now.
+    pub fn moves(&self, now: Instant) -> bool {
+        self.serves && self.exchanges != 0 && !self.lost && !self.drains() && self.gives(now)
+    }
+
     fn candidate<'a>(&'a self, (model, class, before): For<'a>, now: Instant) -> Candidate<'a> {
         let Worker { id, role, layout, ref links, .. } = *self;
         let exchanges = if self.gives(now) { self.exchanges } else { 0 };
