@@ -16,9 +16,9 @@ use crate::stream::Micros;
 pub(crate) type Place = usize;
 /// A process's incarnation. Events for an earlier incarnation are void.
 pub(crate) type Life = u64;
-/// A connection between workers. The number of a session's own connection is also the session's number at the decode worker.
+/// A connection between workers. The number of a session's own connection is also the session's number at the worker that takes KV.
 pub(crate) type Line = u64;
-/// A session's number at its prefill worker. No two sessions of a run have the same.
+/// A session's number at the worker that gives KV. No two sessions of a run have the same.
 pub(crate) type Serial = u64;
 
 /// A process, by its address; successive incarnations share it.
@@ -201,33 +201,33 @@ pub(crate) enum Event {
         process: Process,
         life: Life,
     },
-    /// A session at a decode worker takes a turn.
-    DecodeTurn {
+    /// A session at a worker that takes KV has a turn.
+    ReceiverTurn {
         line: Line,
     },
-    /// A session at a prefill worker takes a turn.
-    PrefillTurn {
-        prefill: Place,
+    /// A session at a worker that gives KV has a turn.
+    SenderTurn {
+        process: Process,
         life: Life,
         session: Serial,
     },
-    /// A decode worker looks for expired leases.
+    /// A worker looks for expired leases.
     Desk {
-        decode: Place,
+        process: Process,
         life: Life,
     },
-    /// A decode worker learns that a prefill worker's process has ended.
+    /// A worker that takes KV learns that the giver's process has ended.
     Died {
         line: Line,
     },
-    /// A prefill worker's thread that writes prefixes goes on.
+    /// A worker's thread that writes prefixes goes on.
     WritePrefix {
-        prefill: Place,
+        process: Process,
         life: Life,
     },
     /// A handoff should have ended by now.
     MustHaveEnded {
-        prefill: Place,
+        process: Process,
         life: Life,
         handoff: u64,
     },
@@ -273,10 +273,10 @@ impl Event {
             | Event::StoreTurn { process, life }
             | Event::Hangup { process, life, .. }
             | Event::DrainOver { process, life } => (*process, Some(*life)),
-            Event::PrefillTurn { prefill, life, .. }
-            | Event::WritePrefix { prefill, life }
-            | Event::MustHaveEnded { prefill, life, .. } => (Process::Prefill(*prefill), Some(*life)),
-            Event::Desk { decode, life } => (Process::Decode(*decode), Some(*life)),
+            Event::SenderTurn { process, life, .. }
+            | Event::WritePrefix { process, life }
+            | Event::MustHaveEnded { process, life, .. }
+            | Event::Desk { process, life } => (*process, Some(*life)),
             _ => return None,
         })
     }

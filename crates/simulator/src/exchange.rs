@@ -93,9 +93,10 @@ impl World {
         let time = prefix.time_left.min(self.lease);
         let prefix = prefix.prefix(size, now, time);
         // A prefix waits for those before it, and they last no longer than a lease.
-        let mut aim = self.aim(place, time, prefix.moves(size) as usize);
+        let here = Process::Prefill(place);
+        let mut aim = self.aim(here, time, prefix.moves(size) as usize);
         aim.ends += self.by_any_clock(self.lease.as_micros() as Micros);
-        let (handoff, target) = match self.open_handoff(place, aim, target) {
+        let (handoff, target) = match self.open_handoff(here, aim, target) {
             Ok(opened) => opened,
             Err((kind, message)) => return self.send_down(link, made, Down::Ended(call, answered(kind, message))),
         };
@@ -127,21 +128,22 @@ impl World {
         place: Place,
         effect: Effect,
     ) -> Result<Option<Command>, Violation> {
+        let here = H::process(place);
         match effect {
             Effect::Accepted { ticket, outcome } => self.exchange_accepted::<H>(place, ticket, outcome)?,
             Effect::Say(seq, answer) => self.exchange_says::<H>(place, seq, answer),
             Effect::Lend(loan) => {
                 let epoch = loan.epoch;
-                self.decodes[place].fetches.insert(epoch);
-                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(place, loan)? }));
+                self.receivers[here].fetches.insert(epoch);
+                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(here, loan)? }));
             }
-            Effect::Release(epoch) => self.release(place, epoch)?,
+            Effect::Release(epoch) => self.release(here, epoch)?,
             Effect::Fence(epoch) => {
-                let state: FenceState = self.fence(place, epoch)?;
+                let state: FenceState = self.fence(here, epoch)?;
                 return Ok(Some(Command::FenceBegun { epoch, state }));
             }
-            Effect::Send { seq, pairs } => self.send_prefix(place, seq, pairs),
-            Effect::Abort(seq) => self.give_up_prefix(place, seq),
+            Effect::Send { seq, pairs } => self.send_prefix(here, seq, pairs),
+            Effect::Abort(seq) => self.give_up_prefix(here, seq),
             Effect::Fetched { .. } | Effect::Served(_) | Effect::Failed { .. } => {}
         }
         Ok(None)
@@ -153,12 +155,13 @@ impl World {
         ticket: Ticket,
         outcome: Result<SeqId, Refused>,
     ) -> Result<(), Violation> {
+        let here = H::process(place);
         let Some((caller, handoff)) = H::exchanging(self, place).tickets.remove(&ticket) else { return Ok(()) };
         match (outcome, handoff) {
             (Ok(seq), handoff) => {
                 match handoff {
-                    Some(id) => self.is_of_prefix(place, id, seq),
-                    None => drop(self.decodes[place].sequences.insert(seq, caller.tokens.clone())),
+                    Some(id) => self.is_of_prefix(here, id, seq),
+                    None => drop(self.receivers[here].sequences.insert(seq, caller.tokens.clone())),
                 }
                 match caller.cancelled {
                     true => H::inbox(self, place).push_back(Input::Exchange(Command::Cancel(seq))),
@@ -168,8 +171,8 @@ impl World {
             (Err(refused), handoff) => {
                 if let Some(id) = handoff {
                     // A handoff without a sequence is aborted.
-                    self.abort_handoff(place, id, false);
-                    self.reported(place)?;
+                    self.abort_handoff(here, id, false);
+                    self.reported(here)?;
                 }
                 self.send_down(caller.link, caller.made, Down::Ended(caller.call, refusal(&refused)));
             }

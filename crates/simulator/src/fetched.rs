@@ -6,7 +6,7 @@ use baton_engine::Batch;
 use baton_roles::{Decode as Role, WorkerCore};
 use baton_types::{BlockId, Epoch};
 
-use crate::events::Place;
+use crate::events::Process;
 use crate::pool::each;
 use crate::world::World;
 
@@ -17,17 +17,17 @@ pub(crate) fn forget(fetched: &mut BTreeSet<(usize, BlockId)>, block: (usize, Bl
 
 impl World {
     /// Notes the blocks of a prefix that was verified, unless the epoch is a request's.
-    pub(crate) fn prefix_is_here(&mut self, place: Place, epoch: Epoch) {
-        let decode = &mut self.decodes[place];
-        if let Some(lent) = decode.books.get(&epoch).filter(|_| decode.fetches.contains(&epoch)) {
-            decode.fetched.extend(each(&lent.blocks));
+    pub(crate) fn prefix_is_here(&mut self, here: Process, epoch: Epoch) {
+        let receiver = &mut self.receivers[here];
+        if let Some(lent) = receiver.books.get(&epoch).filter(|_| receiver.fetches.contains(&epoch)) {
+            receiver.fetched.extend(each(&lent.blocks));
             self.summary.fetched += 1;
         }
     }
 
     /// Counts the rows of a step that read fetched KV, and forgets the blocks that the step writes to.
-    pub(crate) fn count_fetched(&mut self, place: Place, core: &mut WorkerCore<Role>, step: u64) {
-        let (size, fetched) = (self.geometry.layout.block_size as usize, &mut self.decodes[place].fetched);
+    pub(crate) fn count_fetched(&mut self, here: Process, core: &mut WorkerCore<Role>, step: u64) {
+        let (size, fetched) = (self.geometry.layout.block_size as usize, &mut self.receivers[here].fetched);
         if fetched.is_empty() {
             return;
         }

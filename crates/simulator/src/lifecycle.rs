@@ -42,18 +42,20 @@ impl World {
     fn restart_decode(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
         let kept = self.decodes[place].kept.take();
-        let next = crate::decode::Decode::new(self, life, self.limits.clone(), kept)?;
+        let (next, receiver) = crate::decode::Decode::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.decodes[place], next);
-        self.cut_lines(|connection| connection.decode_life == before.life, false);
+        self.receivers.set(Process::Decode(place), receiver);
+        self.cut_lines(|connection| connection.to_life == before.life, false);
         self.begin_life(Process::Decode(place), again)
     }
 
     pub(crate) fn restart_prefill(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
         let kept = self.prefills[place].kept.take();
-        let next = crate::prefill::Prefill::new(self, life, kept)?;
+        let (next, sender) = crate::prefill::Prefill::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.prefills[place], next);
-        self.cut_lines(|connection| connection.prefill_life == before.life, true);
+        self.senders.set(Process::Prefill(place), sender);
+        self.cut_lines(|connection| connection.from_life == before.life, true);
         self.begin_life(Process::Prefill(place), again)
     }
 
@@ -183,14 +185,18 @@ impl World {
         let life = self.life();
         let process = match decode {
             true => {
-                let next = crate::decode::Decode::new(self, life, self.limits.clone(), None)?;
+                let (next, receiver) = crate::decode::Decode::new(self, life, None)?;
                 self.decodes.push(next);
-                Process::Decode(self.decodes.len() - 1)
+                let process = Process::Decode(self.decodes.len() - 1);
+                self.receivers.set(process, receiver);
+                process
             }
             false => {
-                let next = crate::prefill::Prefill::new(self, life, None)?;
+                let (next, sender) = crate::prefill::Prefill::new(self, life, None)?;
                 self.prefills.push(next);
-                Process::Prefill(self.prefills.len() - 1)
+                let process = Process::Prefill(self.prefills.len() - 1);
+                self.senders.set(process, sender);
+                process
             }
         };
         self.give_clock(process);

@@ -1,5 +1,6 @@
 //! The processes: their incarnations, ids and addresses, which of them are frozen, and which cannot reach each other.
 
+use baton_engine::Engine;
 use baton_roles::Drain;
 use baton_types::WorkerId;
 
@@ -24,6 +25,21 @@ impl World {
             Process::Decode(place) => Some(self.decodes[place].id),
             _ => None,
         }
+    }
+
+    /// All workers that there ever were places for.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = Process> + use<> {
+        let prefills = (0..self.prefills.len()).map(Process::Prefill);
+        prefills.chain((0..self.decodes.len()).map(Process::Decode))
+    }
+
+    /// A worker's engine, unless its thread has it now.
+    pub(crate) fn engine_of(&self, process: Process) -> Option<&Engine> {
+        Some(match process {
+            Process::Prefill(place) => self.prefills[place].thread.as_ref()?.core.engine(),
+            Process::Decode(place) => self.decodes[place].thread.as_ref()?.core.engine(),
+            _ => return None,
+        })
     }
 
     pub(crate) fn process_at(&self, address: &str) -> Option<Process> {

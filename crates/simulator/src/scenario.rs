@@ -271,7 +271,7 @@ impl World {
             Deed::Freeze(target, time) => self.freeze(whom(target), self.now + time),
             Deed::Cut(target) => {
                 let process = whom(target);
-                self.cut_lines(|c| [Process::Prefill(c.prefill), Process::Decode(c.decode)].contains(&process), false);
+                self.cut_lines(|c| [c.from, c.to].contains(&process), false);
             }
             Deed::Partition(a, b, time) => self.partition(whom(a), whom(b), self.now + time),
             Deed::Registry { away, emptied } => self.lose_registry(self.now + away, emptied),

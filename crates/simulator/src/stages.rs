@@ -2,6 +2,7 @@
 
 use crate::Violation;
 use crate::decode::Decode;
+use crate::events::Process;
 use crate::faults::Fault;
 use crate::prefill::Prefill;
 use crate::stream::Micros;
@@ -68,14 +69,14 @@ impl World {
             }
             // Every block must come back before any process dies, unless frames were lost or out of order on a connection that stayed open.
             Stage::Resting if if self.had_unreal_faults() { self.is_quiet() } else { self.check_free().is_ok() } => {
-                self.check_rest(true, false)?;
+                self.check_rest(|process| matches!(process, Process::Prefill(_)))?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
                 }
                 self.enter(Stage::Last);
             }
             Stage::Last if self.check_free().is_ok() && self.check_indexes().is_ok() => {
-                self.check_rest(true, true)?;
+                self.check_rest(|_| true)?;
                 self.check_leases()?;
                 return Ok(true);
             }
@@ -102,8 +103,12 @@ impl World {
     }
 
     fn check_free(&self) -> Result<(), Violation> {
-        let decodes = self.decodes.iter().filter(|decode| decode.alive).map(Decode::check_free);
-        let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
+        let receiver = |place| &self.receivers[Process::Decode(place)];
+        let sender = |place| &self.senders[Process::Prefill(place)];
+        let decodes = self.decodes.iter().enumerate().filter(|(_, decode)| decode.alive);
+        let decodes = decodes.map(|(place, decode)| decode.check_free(receiver(place)));
+        let prefills = self.prefills.iter().enumerate().filter(|(_, prefill)| prefill.alive);
+        let prefills = prefills.map(|(place, prefill)| prefill.check_free(sender(place)));
         decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }
 }

@@ -18,9 +18,7 @@ impl World {
 
     /// A random worker that lives.
     pub(crate) fn any_worker(&mut self) -> Option<Process> {
-        let prefills = (0..self.prefills.len()).map(Process::Prefill);
-        let decodes = (0..self.decodes.len()).map(Process::Decode);
-        let alive: Vec<Process> = prefills.chain(decodes).filter(|process| self.is_alive(*process)).collect();
+        let alive: Vec<Process> = self.workers().filter(|process| self.is_alive(*process)).collect();
         (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
     }
 
@@ -161,12 +159,7 @@ impl World {
         self.shaken = true;
         self.note(|| format!("{a} and {b} cannot reach each other until {until}"));
         self.set_apart(a, b, until);
-        let (prefill, decode) = match (a, b) {
-            (Process::Prefill(prefill), Process::Decode(decode))
-            | (Process::Decode(decode), Process::Prefill(prefill)) => (prefill, decode),
-            _ => return,
-        };
-        let between = |c: &Connection| c.prefill == prefill && c.decode == decode;
+        let between = |c: &Connection| [(a, b), (b, a)].contains(&(c.from, c.to));
         let lines: Vec<Line> = self.lines.iter().filter(|(_, c)| between(c)).map(|(line, _)| *line).collect();
         for line in lines {
             let Some(connection) = self.lines.get_mut(&line) else { continue };

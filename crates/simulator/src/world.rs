@@ -17,12 +17,13 @@ use crate::client::{Client, Shape, VOCAB};
 use crate::clocks::Clock;
 use crate::control::{self, Link};
 use crate::decode::{Decode, DecodeHost};
-use crate::decode_session::DecodeSession;
+use crate::ends::{Ends, Receiver, Sender};
 use crate::events::{Event, Events, Life, Line, Place, Process, Serial};
 use crate::faults::Faults;
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
+use crate::receiver_session::ReceiverSession;
 use crate::router::{FetchPlan, Router};
 use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
@@ -40,24 +41,25 @@ const LOOK: Micros = 250_000;
 /// A connection between two workers.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    pub prefill: Place,
-    pub prefill_life: Life,
-    pub decode: Place,
-    pub decode_life: Life,
+    /// The worker that gives KV, and the one that takes it.
+    pub from: Process,
+    pub from_life: Life,
+    pub to: Process,
+    pub to_life: Life,
     /// The session that opened it.
     pub session: Serial,
-    /// Prefill to decode.
+    /// What the giver says.
     pub up: Stream,
-    /// Decode to prefill.
+    /// What the taker says.
     pub down: Stream,
-    /// The caller is a stranger, not a prefill worker.
+    /// The caller is a stranger, no worker.
     pub is_strangers: bool,
 }
 
 impl Connection {
-    /// A turn of the session at the prefill worker.
-    pub(crate) fn prefill_turn(&self) -> Event {
-        Event::PrefillTurn { prefill: self.prefill, life: self.prefill_life, session: self.session }
+    /// A turn of the session at the giver.
+    pub(crate) fn sender_turn(&self) -> Event {
+        Event::SenderTurn { process: self.from, life: self.from_life, session: self.session }
     }
 }
 
@@ -102,6 +104,9 @@ pub(crate) struct World {
     pub routers: Vec<Router>,
     pub decodes: Vec<Decode>,
     pub prefills: Vec<Prefill>,
+    /// The ends of workers that take KV, and those that give it.
+    pub receivers: Ends<Receiver>,
+    pub senders: Ends<Sender>,
     pub registry: Registry,
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
@@ -195,6 +200,8 @@ impl World {
             routers: Vec::new(),
             decodes: Vec::new(),
             prefills: Vec::new(),
+            receivers: Ends::default(),
+            senders: Ends::default(),
             registry: Registry::new(base),
             clients: Vec::new(),
             links: BTreeMap::new(),
@@ -352,8 +359,8 @@ impl World {
     }
 
     fn line_frozen(&self, event: &Event) -> Option<Micros> {
-        let (Event::DecodeTurn { line } | Event::Died { line }) = event else { return None };
-        self.lines.get(line).and_then(|line| self.frozen_until(Process::Decode(line.decode)))
+        let (Event::ReceiverTurn { line } | Event::Died { line }) = event else { return None };
+        self.lines.get(line).and_then(|line| self.frozen_until(line.to))
     }
 
     fn happen(&mut self, event: Event) -> Result<(), Violation> {
@@ -400,12 +407,12 @@ impl World {
             Event::StoreTurn { process: Process::Prefill(place), .. } => return self.store_turn::<PrefillHost>(place),
             Event::StoreTurn { process: Process::Decode(place), .. } => return self.store_turn::<DecodeHost>(place),
             Event::EngineTurn { .. } | Event::EngineStep { .. } | Event::StoreTurn { .. } => {}
-            Event::DecodeTurn { line } => return self.decode_turn(line),
-            Event::PrefillTurn { prefill, life, session } => return self.prefill_turn(prefill, life, session),
-            Event::Desk { decode, .. } => return self.desk(decode),
+            Event::ReceiverTurn { line } => return self.receiver_turn(line),
+            Event::SenderTurn { process, life, session } => return self.sender_turn(process, life, session),
+            Event::Desk { process, .. } => return self.desk(process),
             Event::Died { line } => return self.died(line),
-            Event::WritePrefix { prefill, .. } => return self.write_prefix(prefill),
-            Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
+            Event::WritePrefix { process, .. } => return self.write_prefix(process),
+            Event::MustHaveEnded { process, handoff, .. } => return self.must_have_ended(process, handoff),
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, .. } => self.drain_on(process, DrainInput::Wake),
             Event::Rule { number, it } => return self.obey(number, it),
@@ -428,31 +435,31 @@ impl World {
         }
     }
 
-    /// Opens a connection between workers. Whichever process is at the decode worker's address now answers.
-    pub(crate) fn connect(&mut self, prefill: Place, decode: Place, session: Serial, kind: TransportKind) -> Line {
+    /// Opens a connection between workers. Whichever process is at the taker's address now answers.
+    pub(crate) fn connect(&mut self, from: Process, to: Process, session: Serial, kind: TransportKind) -> Line {
         self.next_line += 1;
         let line = self.next_line;
         let room = self.random.within(40, 2_000) as usize;
         let connection = Connection {
-            prefill,
-            prefill_life: self.prefills.get(prefill).map_or(0, |prefill| prefill.life),
-            decode,
-            decode_life: self.decodes[decode].life,
+            from,
+            from_life: self.life_of(from),
+            to,
+            to_life: self.life_of(to),
             session,
             up: Stream::new(room),
             down: Stream::new(room),
             is_strangers: false,
         };
         self.lines.insert(line, connection);
-        if let Some(until) = self.apart(Process::Prefill(prefill), Process::Decode(decode))
+        if let Some(until) = self.apart(from, to)
             && let Some(connection) = self.lines.get_mut(&line)
         {
             connection.up.stall(until);
             connection.down.stall(until);
         }
-        if self.decodes[decode].alive && self.decodes[decode].members.admit(line, line) {
-            self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
-            self.wake_decode(line);
+        if self.is_alive(to) && self.receivers[to].members.admit(line, line) {
+            self.receivers[to].sessions.insert(line, ReceiverSession::new(line, kind));
+            self.wake_receiver(line);
         } else {
             self.close_up(line);
         }
@@ -462,8 +469,8 @@ impl World {
     /// Plans a turn at both ends of a connection.
     pub(crate) fn wake_both(&mut self, line: Line, at: Micros) {
         let Some(connection) = self.lines.get(&line) else { return };
-        let turn = connection.prefill_turn();
-        self.events.plan(at, Event::DecodeTurn { line });
+        let turn = connection.sender_turn();
+        self.events.plan(at, Event::ReceiverTurn { line });
         self.events.plan(at, turn);
     }
 }
