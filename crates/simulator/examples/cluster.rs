@@ -119,6 +119,10 @@ fn main() -> Result<(), String> {
         "{} prefixes fetched, not fetched: {:?}; {} rows computed on fetched KV",
         sum.fetched, sum.fetches_failed, sum.rows_fetched
     );
+    println!(
+        "{} pieces kept by KV stores, not kept: {:?}; {} prefixes given by them, {} of these outlived their workers; {} tokens found",
+        sum.kept, sum.keeps_failed, sum.given, sum.outlived, sum.given_tokens
+    );
     println!("{} prefixes loaded from stores, {} tokens that were not in the pool", sum.stored, sum.stored_tokens);
     println!(
         "{} sessions were replaced; {} connections joined one, {} were left out; {} completions overtook writes",

@@ -17,6 +17,7 @@ use crate::decode::Decode;
 use crate::ends::{Receiver, Sender};
 use crate::events::Process;
 use crate::kept::Kept;
+use crate::kv_store::KvStore;
 use crate::prefill::Prefill;
 use crate::world::World;
 
@@ -69,7 +70,7 @@ fn over(event: &ReceiverEvent) -> Option<Said> {
 }
 
 impl Decode {
-    fn books<'a>(&'a self, receiver: &'a Receiver) -> Books<'a> {
+    fn books<'a>(&'a self, receiver: &'a Receiver, sender: &'a Sender) -> Books<'a> {
         let of_role = |command: &decode::Command| match command {
             decode::Command::Cancel(seq) => Some(Said::Cancelled(*seq)),
             decode::Command::Received(event) => over(event),
@@ -78,7 +79,7 @@ impl Decode {
         Books {
             geometry: &receiver.memory.geometry,
             receiver: Some(receiver),
-            sender: None,
+            sender: Some(sender),
             kept: self.kept.as_ref(),
             said: waiting(&self.inbox, of_role),
             asked: Box::new(|seq| self.callers.contains_key(&seq) || self.exchanging.callers.contains_key(&seq)),
@@ -104,11 +105,25 @@ impl Prefill {
     }
 }
 
+impl KvStore {
+    fn books<'a>(&'a self, receiver: &'a Receiver, sender: &'a Sender) -> Books<'a> {
+        Books {
+            geometry: &receiver.memory.geometry,
+            receiver: Some(receiver),
+            sender: Some(sender),
+            kept: self.kept.as_ref(),
+            said: waiting(&self.inbox, |never| match *never {}),
+            asked: Box::new(|seq| self.exchanging.callers.contains_key(&seq)),
+        }
+    }
+}
+
 impl World {
     fn books(&self, process: Process) -> Option<Books<'_>> {
         Some(match process {
             Process::Prefill(place) => self.prefills[place].books(&self.senders[process]),
-            Process::Decode(place) => self.decodes[place].books(&self.receivers[process]),
+            Process::Decode(place) => self.decodes[place].books(&self.receivers[process], &self.senders[process]),
+            Process::KvStore(place) => self.kv_stores[place].books(&self.receivers[process], &self.senders[process]),
             _ => return None,
         })
     }

@@ -163,6 +163,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_mut().map(Thread::change),
             Process::Decode(place) => self.decodes[place].thread.as_mut().map(Thread::change),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_mut().map(Thread::change),
             _ => None,
         }
     }
@@ -171,6 +172,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_ref().map(|thread| thread.core.backlog()),
             Process::Decode(place) => self.decodes[place].thread.as_ref().map(|thread| thread.core.backlog()),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_ref().map(|thread| thread.core.backlog()),
             _ => None,
         }
     }
@@ -179,6 +181,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_ref().map(Thread::all),
             Process::Decode(place) => self.decodes[place].thread.as_ref().map(Thread::all),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_ref().map(Thread::all),
             _ => None,
         }
     }

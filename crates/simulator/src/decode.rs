@@ -13,7 +13,7 @@ use baton_types::{BatonError, ErrorKind, PoolGeometry, RequestId, SeqId, WorkerI
 use crate::Violation;
 use crate::client::VOCAB;
 use crate::control::{Ask, Call, Down, Link, Up};
-use crate::ends::Receiver;
+use crate::ends::{Receiver, Sender};
 use crate::engine::{Host, Thread};
 use crate::events::{Life, Place, Process};
 use crate::exchange::{Exchanging, addressed};
@@ -54,8 +54,12 @@ pub(crate) struct Decode {
 }
 
 impl Decode {
-    /// A worker and the end of it that takes KV. `before`: the store of the process before it at this place.
-    pub(crate) fn new(world: &World, life: Life, before: Option<Kept>) -> Result<(Decode, Receiver), Violation> {
+    /// A worker and its ends. `before`: the store of the process before it at this place.
+    pub(crate) fn new(
+        world: &World,
+        life: Life,
+        before: Option<Kept>,
+    ) -> Result<(Decode, Receiver, Sender), Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
@@ -83,7 +87,8 @@ impl Decode {
             frozen: None,
             drain: Drain::default(),
         };
-        Ok((decode, Receiver::new(life, memory, world.limits.clone())))
+        let sender = Sender::new(life, memory.shared());
+        Ok((decode, Receiver::new(life, memory, world.limits.clone()), sender))
     }
 
     /// Whether no request is left and every block is free, cached or in quarantine.
@@ -95,14 +100,14 @@ impl Decode {
     }
 
     /// I6 at the end of a run: nothing is held.
-    pub(crate) fn check_free(&self, receiver: &Receiver) -> Result<(), String> {
+    pub(crate) fn check_free(&self, receiver: &Receiver, sender: &Sender) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, role) = (thread.core.snapshot(), thread.core.role());
         let reservations = receiver.ledger.stats().reservations;
         let held = (role.streams(), role.epochs(), reservations, self.callers.len());
         let exchange = thread.core.exchange();
         let moved = (exchange.streams(), exchange.epochs(), self.exchanging.callers.len());
-        match snapshot.idle && held == (0, (0, 0), 0, 0) && moved == (0, (0, 0), 0) {
+        match snapshot.idle && held == (0, (0, 0), 0, 0) && moved == (0, (0, 0), 0) && sender.is_free() {
             true => Ok(()),
             false => Err(format!(
                 "{}: {snapshot:?}; streams, epochs, reservations, callers: {held:?}, {:?}; prefixes, their epochs, callers: {moved:?}",
@@ -209,7 +214,7 @@ impl Host for DecodeHost {
         Ok(true)
     }
 
-    /// I3: no step touches a block that a peer may write to.
+    /// I3: no step touches a block that a peer may write to, or writes to one that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
         let memory = &world.receivers[Process::Decode(place)].memory;
         let lent = core.with_batch(step, |batch| {
@@ -226,7 +231,7 @@ impl Host for DecodeHost {
             }
             None => {
                 world.count_fetched(Process::Decode(place), core, step);
-                Ok(())
+                world.writes_nothing_read(Process::Decode(place), core, step)
             }
         }
     }
@@ -257,8 +262,10 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a prefill worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
-            Up::Fetch { call, prefix } => self.asked_to_fetch(place, (link, made), call, prefix),
-            Up::Serve { call, .. } => self.refuse_exchange((link, made), call),
+            Up::Fetch { call, prefix } => self.asked_to_fetch::<DecodeHost>(place, (link, made), call, prefix),
+            Up::Serve { call, prefix, target } => {
+                self.asked_to_serve::<DecodeHost>(place, (link, made), call, prefix, &target);
+            }
             Up::Probe | Up::Target { .. } => {}
         }
         self.wake_engine(Process::Decode(place));

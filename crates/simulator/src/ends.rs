@@ -1,4 +1,5 @@
-//! The two ends of handoffs at a worker: one takes KV into its pool, the other gives KV from it. Prefill workers give, decode workers take.
+//! The two ends of handoffs at a worker: one takes KV into its pool, the other gives KV from it. Prefill workers
+//! give; decode workers and KV stores take as well.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Index, IndexMut};
@@ -6,10 +7,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use baton_handoff::{Ledger, Members, Op, PathTable, ReceiverEvent, TransferError, TransferLimits, TransferStats};
-use baton_roles::{Input, decode, exchange, prefill};
-use baton_types::{BlockId, Epoch, SeqId, WorkerId, mix};
+use baton_roles::{Input, RoleCore, WorkerCore, decode, exchange, prefill};
+use baton_types::{Epoch, SeqId, WorkerId, mix};
 
+use crate::Violation;
 use crate::events::{Life, Line, Process, Serial};
+use crate::fetched::Fetched;
 use crate::opening::Handoff;
 use crate::pool::{Blocks, Memory};
 use crate::prefixes::Job;
@@ -77,8 +80,10 @@ pub(crate) struct Receiver {
     pub verified: BTreeSet<Epoch>,
     /// Epochs of prefixes that are fetched.
     pub fetches: BTreeSet<Epoch>,
-    /// Blocks that came with a fetched prefix and were not written to since, with their groups.
-    pub fetched: BTreeSet<(usize, BlockId)>,
+    /// Blocks that came with a fetched prefix and were not written to since.
+    pub fetched: Fetched,
+    /// Sequences that have read some of them.
+    pub seen: BTreeSet<SeqId>,
     pub sessions: BTreeMap<Line, ReceiverSession>,
     pub members: Members<Line>,
     /// The session of each connection that has joined one.
@@ -99,7 +104,8 @@ impl Receiver {
             lends: BTreeMap::new(),
             verified: BTreeSet::new(),
             fetches: BTreeSet::new(),
-            fetched: BTreeSet::new(),
+            fetched: Fetched::new(),
+            seen: BTreeSet::new(),
             sessions: BTreeMap::new(),
             streams: BTreeMap::new(),
             desk: Timer::default(),
@@ -174,6 +180,11 @@ impl Sender {
         }
     }
 
+    /// Whether nothing is under way.
+    pub(crate) fn is_free(&self) -> bool {
+        self.handoffs.is_empty() && self.jobs.is_empty()
+    }
+
     /// The handoff of a sequence.
     pub(crate) fn of(&self, seq: SeqId) -> Option<u64> {
         self.handoffs.iter().find(|(_, handoff)| handoff.seq == Some(seq)).map(|(id, _)| *id)
@@ -181,10 +192,40 @@ impl Sender {
 }
 
 impl World {
+    /// I3: no step writes to a block that a handoff reads.
+    pub(crate) fn writes_nothing_read<R: RoleCore>(
+        &self,
+        here: Process,
+        core: &mut WorkerCore<R>,
+        step: u64,
+    ) -> Result<(), Violation> {
+        let memory = &self.senders[here].memory;
+        let size = memory.geometry.layout.block_size as usize;
+        let read = core.with_batch(step, |batch| {
+            batch.rows.iter().find_map(|row| {
+                let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));
+                row.tables.iter().enumerate().find_map(|(group, table)| {
+                    let written = table.blocks().get(from..to).unwrap_or_default();
+                    written.iter().find_map(|block| memory.owner(group, *block).map(|id| (group, *block, id)))
+                })
+            })
+        });
+        match read.flatten() {
+            Some((group, block, id)) => {
+                let what = format!("{here} writes to {block} of group {group}, which handoff {id} reads");
+                Err(self.violation("I3", what))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Passes an event of the receiving end to the worker's engine thread.
     pub(crate) fn pass_on(&mut self, here: Process, event: ReceiverEvent) {
-        if let Process::Decode(place) = here {
-            self.decodes[place].inbox.push_back(Input::Command(decode::Command::Received(event)));
+        match here {
+            Process::Decode(place) => {
+                self.decodes[place].inbox.push_back(Input::Command(decode::Command::Received(event)));
+            }
+            _ => self.exchange_told(here, exchange::Command::Received(event)),
         }
     }
 
@@ -200,15 +241,22 @@ impl World {
         match here {
             Process::Prefill(place) => self.prefills[place].inbox.push_back(Input::Exchange(command)),
             Process::Decode(place) => self.decodes[place].inbox.push_back(Input::Exchange(command)),
+            Process::KvStore(place) => self.kv_stores[place].inbox.push_back(Input::Exchange(command)),
             _ => {}
         }
     }
 
     /// Whether two workers run on one host.
     pub(crate) fn near(&self, from: Process, to: Process) -> bool {
+        let number = |process| match process {
+            Process::Prefill(place) => place,
+            Process::Decode(place) => 1000 + place,
+            Process::KvStore(place) => 2000 + place,
+            Process::Router(_) | Process::Registry => 0,
+        };
         let number = match (from, to) {
             (Process::Prefill(from), Process::Decode(to)) => from * 64 + to,
-            _ => return false,
+            _ => (1 << 20) + number(from).min(number(to)) * 4096 + number(from).max(number(to)),
         };
         mix(self.seed ^ mix(number as u64)) % 10 < 6
     }

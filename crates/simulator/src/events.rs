@@ -28,6 +28,7 @@ pub(crate) enum Process {
     Prefill(Place),
     Decode(Place),
     Registry,
+    KvStore(Place),
 }
 
 impl Process {
@@ -37,6 +38,7 @@ impl Process {
             Process::Prefill(place) => format!("http://127.0.0.1:{}", 10_000 + place),
             Process::Decode(place) => format!("http://127.0.0.1:{}", 20_000 + place),
             Process::Router(place) => format!("http://127.0.0.1:{}", 30_000 + place),
+            Process::KvStore(place) => format!("http://127.0.0.1:{}", 40_000 + place),
             Process::Registry => "http://127.0.0.1:2379".into(),
         }
     }
@@ -47,6 +49,7 @@ impl Process {
         match port {
             10_000..20_000 => Some(Process::Prefill(port - 10_000)),
             20_000..30_000 => Some(Process::Decode(port - 20_000)),
+            40_000..50_000 => Some(Process::KvStore(port - 40_000)),
             _ => None,
         }
     }
@@ -58,6 +61,7 @@ impl fmt::Display for Process {
             Process::Router(place) => write!(f, "router {place}"),
             Process::Prefill(place) => write!(f, "prefill {place}"),
             Process::Decode(place) => write!(f, "decode {place}"),
+            Process::KvStore(place) => write!(f, "kv-store {place}"),
             Process::Registry => f.write_str("registry"),
         }
     }
@@ -111,6 +115,12 @@ pub(crate) enum Event {
     },
     /// A router may have some prefix moved that no request needs now.
     AnyPrefix,
+    /// A router looks whether a KV store should take what a request has left.
+    Keep {
+        router: Place,
+        life: Life,
+        keep: u64,
+    },
     /// News of a worker's prefix cache, and of its load.
     News {
         link: Link,
@@ -248,6 +258,9 @@ pub(crate) enum Event {
     },
     /// A random fault may strike.
     Strike,
+    /// A KV store joins, or a fault strikes one.
+    JoinKvStore,
+    StrikeKvStore,
     /// All faults end.
     Heal,
 }
@@ -262,6 +275,7 @@ impl Event {
             | Event::ProbeOver { router, life, .. }
             | Event::PrefixOver { router, life, .. }
             | Event::PrefixBegins { router, life, .. }
+            | Event::Keep { router, life, .. }
             | Event::Follow { router, life, .. }
             | Event::FollowWake { router, life }
             | Event::Listed { router, life, .. } => (Process::Router(*router), Some(*life)),

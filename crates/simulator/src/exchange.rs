@@ -1,4 +1,4 @@
-//! Prefixes that move from a prefill worker's cache to a decode worker's: what the two workers do beside the real core
+//! Prefixes that move from one worker's cache to another's, or to and from a KV store: what the two do beside the real core
 //! ([`baton_roles::exchange`]). Here are their streams to routers; `prefixes.rs` writes what is served.
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use crate::Violation;
 use crate::control::{Call, Down, Link};
 use crate::decode::{Caller, answered, named, refusal};
 use crate::engine::Host;
-use crate::events::{Place, Process};
+use crate::events::Place;
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -68,20 +68,25 @@ pub(crate) fn addressed<R: RoleCore<Command = baton_roles::decode::Command>>(
 }
 
 impl World {
-    /// A router asks a decode worker to take a prefix.
-    pub(crate) fn asked_to_fetch(&mut self, place: Place, (link, made): (Link, u64), call: Call, prefix: PrefixAsk) {
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Decode(place)));
+    /// A router asks a worker to take a prefix.
+    pub(crate) fn asked_to_fetch<H: Host>(
+        &mut self,
+        place: Place,
+        (link, made): (Link, u64),
+        call: Call,
+        prefix: PrefixAsk,
+    ) {
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(H::process(place)));
         let time = prefix.time_left.min(self.lease);
         let prefix = prefix.prefix(size, now, time);
         // The checker's record: the tokens whose KV moves.
         let tokens = prefix.tokens[..prefix.moves(size) as usize].to_vec();
-        let decode = &mut self.decodes[place];
-        let ticket = decode.exchanging.ask(Caller { link, made, call, tokens, cancelled: false }, None);
-        decode.inbox.push_back(Input::Exchange(Command::Fetch { ticket, prefix }));
+        let ticket = H::exchanging(self, place).ask(Caller { link, made, call, tokens, cancelled: false }, None);
+        H::inbox(self, place).push_back(Input::Exchange(Command::Fetch { ticket, prefix }));
     }
 
-    /// A router asks a prefill worker to give a prefix.
-    pub(crate) fn asked_to_serve(
+    /// A router asks a worker to give a prefix.
+    pub(crate) fn asked_to_serve<H: Host>(
         &mut self,
         place: Place,
         (link, made): (Link, u64),
@@ -89,21 +94,20 @@ impl World {
         prefix: PrefixAsk,
         target: &[u8],
     ) {
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
+        let here = H::process(place);
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(here));
         let time = prefix.time_left.min(self.lease);
         let prefix = prefix.prefix(size, now, time);
         // A prefix waits for those before it, and they last no longer than a lease.
-        let here = Process::Prefill(place);
         let mut aim = self.aim(here, time, prefix.moves(size) as usize);
         aim.ends += self.by_any_clock(self.lease.as_micros() as Micros);
         let (handoff, target) = match self.open_handoff(here, aim, target) {
             Ok(opened) => opened,
             Err((kind, message)) => return self.send_down(link, made, Down::Ended(call, answered(kind, message))),
         };
-        let prefill = &mut self.prefills[place];
         let caller = Caller { link, made, call, tokens: Vec::new(), cancelled: false };
-        let ticket = prefill.exchanging.ask(caller, Some(handoff));
-        prefill.inbox.push_back(Input::Exchange(Command::Serve { ticket, prefix, target }));
+        let ticket = H::exchanging(self, place).ask(caller, Some(handoff));
+        H::inbox(self, place).push_back(Input::Exchange(Command::Serve { ticket, prefix, target }));
     }
 
     /// Cancels the prefixes for whose streams `gone` holds.
@@ -122,7 +126,7 @@ impl World {
         H::inbox(self, place).push_back(Input::Exchange(Command::Cancel(seq)));
     }
 
-    /// Carries out an effect; returns its answer, if it has one. Only decode workers fetch, and only prefill workers serve.
+    /// Carries out an effect; returns its answer, if it has one.
     pub(crate) fn exchange_effect<H: Host>(
         &mut self,
         place: Place,

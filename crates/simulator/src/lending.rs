@@ -29,7 +29,7 @@ impl World {
         }
         // I3, by the checker's own record.
         let taken = receiver.memory.take_alone(&blocks, epoch);
-        each(&blocks).for_each(|block| forget(&mut receiver.fetched, block));
+        forget(&mut receiver.fetched, each(&blocks));
         let target = Descriptor {
             worker: receiver.id,
             epoch,

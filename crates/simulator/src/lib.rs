@@ -7,7 +7,9 @@
 //! - the two roles, their step loop, and how a worker drains ([`baton_roles`]);
 //! - the engine and its block pools, over the fake model;
 //! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that decode workers fetch from prefill workers;
-//! - in a third of the runs, a store below each worker's pool ([`baton_kv_store`]), what is loaded from it and what is saved there.
+//! - in a third of the runs, a store below each worker's pool ([`baton_kv_store`]), what is loaded from it and what is saved there;
+//! - in a third of the runs, KV stores that are processes of their own: routers have them take what workers computed
+//!   ([`baton_policy::Fleet::keep`]), and workers fetch from them. Some have tiers below their pools.
 //!
 //! Only sockets, threads, clocks and the model are replaced. Separate checkers, with records of their own, check these invariants:
 //!
@@ -49,6 +51,7 @@ mod fetched;
 mod handoffs;
 mod joining;
 mod kept;
+mod kv_store;
 mod lending;
 mod lifecycle;
 mod membership;
@@ -114,6 +117,8 @@ pub struct Sizes {
     pub prefills: Option<u32>,
     /// Decode workers.
     pub decodes: Option<u32>,
+    /// KV stores.
+    pub stores: Option<u32>,
 }
 
 /// What to simulate.

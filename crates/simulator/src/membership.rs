@@ -84,6 +84,7 @@ impl World {
     pub(crate) fn member(&self, process: Process) -> Member {
         let (role, id) = match process {
             Process::Prefill(_) => (Role::Prefill, self.id_of(process)),
+            Process::KvStore(_) => (Role::KvStore, self.id_of(process)),
             _ => (Role::Decode, self.id_of(process)),
         };
         Member {

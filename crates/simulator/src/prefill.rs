@@ -154,24 +154,7 @@ impl Host for PrefillHost {
 
     /// I3: no step writes to a block that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
-        let memory = &world.senders[Process::Prefill(place)].memory;
-        let size = memory.geometry.layout.block_size as usize;
-        let read = core.with_batch(step, |batch| {
-            batch.rows.iter().find_map(|row| {
-                let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));
-                row.tables.iter().enumerate().find_map(|(group, table)| {
-                    let written = table.blocks().get(from..to).unwrap_or_default();
-                    written.iter().find_map(|block| memory.owner(group, *block).map(|id| (group, *block, id)))
-                })
-            })
-        });
-        match read.flatten() {
-            Some((group, block, id)) => {
-                let what = format!("prefill {place} writes to {block} of group {group}, which handoff {id} reads");
-                Err(world.violation("I3", what))
-            }
-            None => Ok(()),
-        }
+        world.writes_nothing_read(Process::Prefill(place), core, step)
     }
 }
 
@@ -199,7 +182,9 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
-            Up::Serve { call, prefix, target } => self.asked_to_serve(place, (link, made), call, prefix, &target),
+            Up::Serve { call, prefix, target } => {
+                self.asked_to_serve::<PrefillHost>(place, (link, made), call, prefix, &target);
+            }
             Up::Fetch { call, .. } => self.refuse_exchange((link, made), call),
             Up::Probe => {}
         }

@@ -7,6 +7,7 @@
 //! routers 1
 //! prefill 1
 //! decode 2
+//! kv-stores 1                    # none unless it is said
 //! requests 1
 //! every 200ms                    # longest time between two arrivals
 //! lease 2s
@@ -18,14 +19,15 @@
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
 //!   `telling` and `told` there (of a try to tell a decode worker that a session with it has ended, and of its success), `drain-cut` at a worker that drains and leaves before it
-//!   is idle, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
+//!   is idle, `kept` at a worker from which a KV store has taken tokens, `given` at one that has taken some from a store, `outlived` there if the
+//!   processes that computed them are gone, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
 //!   using it) and `finished-in-outage` (of a request, while the registry is away).
 //!   A number after the event picks a later occurrence: `after token 3`.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //!   `expect some EVENT 3`: at least three times.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `cut X`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time
 //!   after `drain X` is how long it may take. `cut X` ends all connections for KV of a worker.
-//! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
+//! - X is `it`, `registry`, `router N`, `prefill N`, `decode N` or `kv-store N`.
 
 use std::str::{FromStr, SplitWhitespace};
 
@@ -36,7 +38,7 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 11] = [
+const MILESTONES: [&str; 14] = [
     "lent",
     "verified",
     "lease-expired",
@@ -48,6 +50,9 @@ const MILESTONES: [&str; 11] = [
     "member-kept",
     "finished-in-outage",
     "drain-cut",
+    "kept",
+    "given",
+    "outlived",
 ];
 
 /// The process that a rule acts on.
@@ -156,6 +161,7 @@ impl Scenario {
             "routers" => sizes.routers = Some(number(words)? as u32),
             "prefill" => sizes.prefills = Some(number(words)? as u32),
             "decode" => sizes.decodes = Some(number(words)? as u32),
+            "kv-stores" => sizes.stores = Some(number(words)? as u32),
             "requests" => self.options.requests = number(words)? as u32,
             "lease" => self.options.lease = Some(time(words)?),
             "every" => self.options.every = Some(time(words)?),
@@ -215,8 +221,11 @@ fn target(words: &mut SplitWhitespace<'_>) -> Result<Target, String> {
         "router" => Target::Process(Process::Router(place(words)?)),
         "prefill" => Target::Process(Process::Prefill(place(words)?)),
         "decode" => Target::Process(Process::Decode(place(words)?)),
+        "kv-store" => Target::Process(Process::KvStore(place(words)?)),
         "registry" => Target::Process(Process::Registry),
-        other => return Err(format!("{other:?} is no process: it, registry, router N, prefill N, decode N")),
+        other => {
+            return Err(format!("{other:?} is no process: it, registry, router N, prefill N, decode N, kv-store N"));
+        }
     })
 }
 

@@ -16,9 +16,10 @@ impl World {
         (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
     }
 
-    /// A random worker that lives.
+    /// A random worker that lives, and is no KV store.
     pub(crate) fn any_worker(&mut self) -> Option<Process> {
-        let alive: Vec<Process> = self.workers().filter(|process| self.is_alive(*process)).collect();
+        let computes = |process: &Process| !matches!(process, Process::KvStore(_));
+        let alive: Vec<Process> = self.workers().filter(computes).filter(|process| self.is_alive(*process)).collect();
         (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
     }
 
@@ -125,13 +126,14 @@ impl World {
     }
 
     pub(crate) fn freeze(&mut self, process: Process, until: u64) {
-        self.shaken = true;
+        self.shaken |= !matches!(process, Process::KvStore(_));
         self.note(|| format!("{process} stands still until {until}"));
         let now = self.now;
         let frozen = match process {
             Process::Router(place) => &mut self.routers[place].frozen,
             Process::Prefill(place) => &mut self.prefills[place].frozen,
             Process::Decode(place) => &mut self.decodes[place].frozen,
+            Process::KvStore(place) => &mut self.kv_stores[place].frozen,
             Process::Registry => return,
         };
         let since = frozen.filter(|(_, until)| *until >= now).map_or(now, |(since, _)| since);
@@ -156,7 +158,7 @@ impl World {
     }
 
     pub(crate) fn partition(&mut self, a: Process, b: Process, until: u64) {
-        self.shaken = true;
+        self.shaken |= ![a, b].iter().any(|process| matches!(process, Process::KvStore(_)));
         self.note(|| format!("{a} and {b} cannot reach each other until {until}"));
         self.set_apart(a, b, until);
         let between = |c: &Connection| [(a, b), (b, a)].contains(&(c.from, c.to));

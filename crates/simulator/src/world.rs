@@ -20,6 +20,7 @@ use crate::decode::{Decode, DecodeHost};
 use crate::ends::{Ends, Receiver, Sender};
 use crate::events::{Event, Events, Life, Line, Place, Process, Serial};
 use crate::faults::Faults;
+use crate::kv_store::{KvStore, KvStoreHost, KvStorePlan};
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
@@ -104,6 +105,7 @@ pub(crate) struct World {
     pub routers: Vec<Router>,
     pub decodes: Vec<Decode>,
     pub prefills: Vec<Prefill>,
+    pub kv_stores: Vec<KvStore>,
     /// The ends of workers that take KV, and those that give it.
     pub receivers: Ends<Receiver>,
     pub senders: Ends<Sender>,
@@ -112,6 +114,7 @@ pub(crate) struct World {
     pub links: BTreeMap<Link, control::Connection>,
     pub follows: Follows,
     pub fetch_plan: FetchPlan,
+    pub kv_store_plan: KvStorePlan,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     /// Workers that drain, and when they must begin to leave, for the checker of drains.
@@ -143,7 +146,7 @@ impl World {
             (None, true) => Faults::calm(&mut random).with_clocks(seed, &options.without),
             (None, false) => {
                 let faults = Faults::random(&mut random, &options.without).with_clocks(seed, &options.without);
-                faults.with_stores(seed, &options.without)
+                faults.with_stores(seed, &options.without).with_kv_stores(seed, &options.without)
             }
         };
         let idle = match options.calm || options.faults.is_some() {
@@ -164,7 +167,8 @@ impl World {
         let layout = if random.chance(250) { sinks_layout(block_size) } else { tiny_layout(block_size) };
         let stores = options.faults.is_none() && mix(seed ^ 37).is_multiple_of(3);
         // Of a window's layers, another prompt seldom finds the blocks that its window sees.
-        let unwindowed = stores && !mix(seed ^ 47).is_multiple_of(3);
+        let kv_store_plan = KvStorePlan::new(seed, options);
+        let unwindowed = (stores || kv_store_plan.first.is_some()) && !mix(seed ^ 47).is_multiple_of(3);
         let layout = if unwindowed { settings::unwindowed(layout) } else { layout };
         // Room for the longest request, and little more in some runs.
         let most = 30u32.div_ceil(block_size) + 3;
@@ -200,13 +204,15 @@ impl World {
             routers: Vec::new(),
             decodes: Vec::new(),
             prefills: Vec::new(),
+            kv_stores: Vec::new(),
             receivers: Ends::default(),
             senders: Ends::default(),
             registry: Registry::new(base),
             clients: Vec::new(),
             links: BTreeMap::new(),
             follows: Follows::new(seed),
-            fetch_plan: FetchPlan::new(seed, options),
+            fetch_plan: FetchPlan::new(seed, options, kv_store_plan.first.is_some()),
+            kv_store_plan,
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -242,12 +248,18 @@ impl World {
         }
         (0..prefills).try_for_each(|_| self.join(false))?;
         (0..decodes).try_for_each(|_| self.join(true))?;
+        self.plan_kv_stores()?;
         let longer = if self.pressed { 3 } else { 1 };
         let shape = Shape {
             prompt: self.random.within(1, 20),
             answer: self.random.within(1, 8) * longer,
             families: self.random.within(1, 4),
             sampled: self.random.chance(500),
+        };
+        // With KV stores, prompts have more in common.
+        let shape = match self.kv_store_plan.first {
+            Some(_) => Shape { prompt: shape.prompt.max(12), families: 1, ..shape },
+            None => shape,
         };
         // Workers register first.
         let mut at = 500_000;
@@ -371,9 +383,14 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
-            Event::PrefixOver { router, prefix, serves, .. } => self.prefix_is_late(router, prefix, serves),
+            Event::PrefixOver { router, prefix, serves, .. } => {
+                return self.prefix_is_late(router, prefix, serves);
+            }
             Event::PrefixBegins { router, prefix, .. } => self.let_go(router, prefix),
             Event::AnyPrefix => self.any_prefix(),
+            Event::Keep { router, keep, .. } => self.look_to_keep(router, keep)?,
+            Event::JoinKvStore => return self.join_kv_store(),
+            Event::StrikeKvStore => self.strike_kv_store(),
             Event::News { link, change, load, .. } => self.news(link, &change, load),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
@@ -404,6 +421,13 @@ impl World {
                 return self.engine_step::<PrefillHost>(place);
             }
             Event::EngineStep { process: Process::Decode(place), .. } => return self.engine_step::<DecodeHost>(place),
+            Event::EngineTurn { process: Process::KvStore(place), .. } => {
+                return self.engine_turn::<KvStoreHost>(place);
+            }
+            Event::EngineStep { process: Process::KvStore(place), .. } => {
+                return self.engine_step::<KvStoreHost>(place);
+            }
+            Event::StoreTurn { process: Process::KvStore(place), .. } => return self.store_turn::<KvStoreHost>(place),
             Event::StoreTurn { process: Process::Prefill(place), .. } => return self.store_turn::<PrefillHost>(place),
             Event::StoreTurn { process: Process::Decode(place), .. } => return self.store_turn::<DecodeHost>(place),
             Event::EngineTurn { .. } | Event::EngineStep { .. } | Event::StoreTurn { .. } => {}
@@ -430,6 +454,9 @@ impl World {
             }
             Process::Prefill(place) => {
                 self.hang_up_prefill(place, |caller| caller.link == link && caller.made <= made);
+            }
+            Process::KvStore(place) => {
+                self.hang_up_kv_store(place, |caller| caller.link == link && caller.made <= made);
             }
             _ => {}
         }

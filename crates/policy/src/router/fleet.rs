@@ -24,8 +24,8 @@ mod keeping;
 mod placing;
 mod roster;
 
-pub use keeping::Keep;
 use keeping::Keeping;
+pub use keeping::{Keep, KeepSizes};
 pub use placing::{Ask, Known};
 use roster::{Apart, Roster, Worker, works};
 

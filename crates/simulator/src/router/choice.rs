@@ -249,9 +249,10 @@ impl World {
                 }
                 Ok(None)
             }
-            Effect::Note { placed, names, answer, .. } => {
+            Effect::Note { placed, names, tokens, answer } => {
                 let now = self.clock_now(Process::Router(place));
                 self.routers[place].fleet.note(placed, &names, answer, now);
+                self.keep(place, request, names, &tokens);
                 Ok(None)
             }
             Effect::Finish { reason, .. } => self.end_choice(place, request, End::Finished(reason)),
