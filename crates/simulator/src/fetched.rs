@@ -88,6 +88,9 @@ impl World {
             (rows, given)
         });
         let (rows, given) = counts.unwrap_or_default();
+        if given > 0 {
+            self.milestone("found", here);
+        }
         self.summary.rows_fetched += rows;
         self.summary.given_tokens += given;
     }

@@ -19,10 +19,12 @@
 //!
 //! - Events: `lent`, `verified`, `lease-expired` (of a reservation) and `token` at a decode worker, `first-token` at a prefill worker,
 //!   `telling` and `told` there (of a try to tell a decode worker that a session with it has ended, and of its success), `drain-cut` at a worker that drains and leaves before it
-//!   is idle, `kept` at a worker from which a KV store has taken tokens, `given` at one that has taken some from a store, `outlived` there if the
-//!   processes that computed them are gone, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
+//!   is idle, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
 //!   using it) and `finished-in-outage` (of a request, while the registry is away).
 //!   A number after the event picks a later occurrence: `after token 3`.
+//! - Events of KV stores: `kept` at a worker from which one has taken tokens, `given` at a worker that has taken some from one, `outlived` there
+//!   if the processes that computed them are gone, `found` at a worker that computes on them, `found-again` at a store that loads what the one
+//!   before it had on its disk.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //!   `expect some EVENT 3`: at least three times.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `cut X`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time
@@ -38,7 +40,7 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 14] = [
+const MILESTONES: [&str; 16] = [
     "lent",
     "verified",
     "lease-expired",
@@ -53,6 +55,8 @@ const MILESTONES: [&str; 14] = [
     "kept",
     "given",
     "outlived",
+    "found",
+    "found-again",
 ];
 
 /// The process that a rule acts on.

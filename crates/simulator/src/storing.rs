@@ -150,6 +150,10 @@ impl World {
                     let right = H::compare(self, place, tokens, &first, &blocks);
                     right.map_err(|what| self.violation("I2", format!("{process} has loaded a prefix: {what}")))?;
                     self.summary.stored += 1;
+                    if matches!(process, Process::KvStore(_)) && self.receivers[process].verified.is_empty() {
+                        // It has taken nothing: the process before it wrote this to its disk.
+                        self.milestone("found-again", process);
+                    }
                 }
                 Command::Loaded(what.seq, whole)
             }
