@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use baton_engine::{BlockName, Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
+use baton_engine::{BlockName, Engine, NewSequence, Prefix, Share, Start, Time};
 use baton_handoff::TransferError;
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
@@ -216,24 +216,10 @@ impl Host for DecodeHost {
 
     /// I3: no step touches a block that a peer may write to, or writes to one that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
-        let memory = &world.receivers[Process::Decode(place)].memory;
-        let lent = core.with_batch(step, |batch| {
-            let tables = batch.rows.iter().flat_map(|row| row.tables.iter().enumerate());
-            let blocks = tables.flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)));
-            let mut kept = blocks.filter(|(_, block)| *block != HOLE);
-            kept.find_map(|(group, block)| memory.owner(group, block).map(|epoch| (group, block, epoch)))
-        });
-        match lent.flatten() {
-            Some((group, block, epoch)) => {
-                let what =
-                    format!("decode {place} computes with {block} of group {group}, which is lent under {epoch}");
-                Err(world.violation("I3", what))
-            }
-            None => {
-                world.count_fetched(Process::Decode(place), core, step);
-                world.writes_nothing_read(Process::Decode(place), core, step)
-            }
-        }
+        let here = Process::Decode(place);
+        world.touches_nothing_lent(here, core, step)?;
+        world.count_fetched(here, core, step);
+        world.writes_nothing_read(here, core, step)
     }
 }
 

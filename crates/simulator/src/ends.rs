@@ -1,11 +1,11 @@
-//! The two ends of handoffs at a worker: one takes KV into its pool, the other gives KV from it. Prefill workers
-//! give; decode workers and KV stores take as well.
+//! The two ends of handoffs at a worker: one takes KV into its pool, the other gives KV from it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Index, IndexMut};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use baton_engine::HOLE;
 use baton_handoff::{Ledger, Members, Op, PathTable, ReceiverEvent, TransferError, TransferLimits, TransferStats};
 use baton_roles::{Input, RoleCore, WorkerCore, decode, exchange, prefill};
 use baton_types::{Epoch, SeqId, WorkerId, mix};
@@ -192,6 +192,29 @@ impl Sender {
 }
 
 impl World {
+    /// I3: no step touches a block that a peer may write to.
+    pub(crate) fn touches_nothing_lent<R: RoleCore>(
+        &self,
+        here: Process,
+        core: &mut WorkerCore<R>,
+        step: u64,
+    ) -> Result<(), Violation> {
+        let memory = &self.receivers[here].memory;
+        let lent = core.with_batch(step, |batch| {
+            let tables = batch.rows.iter().flat_map(|row| row.tables.iter().enumerate());
+            let blocks = tables.flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)));
+            let mut kept = blocks.filter(|(_, block)| *block != HOLE);
+            kept.find_map(|(group, block)| memory.owner(group, block).map(|epoch| (group, block, epoch)))
+        });
+        match lent.flatten() {
+            Some((group, block, epoch)) => {
+                let what = format!("{here} computes with {block} of group {group}, which is lent under {epoch}");
+                Err(self.violation("I3", what))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// I3: no step writes to a block that a handoff reads.
     pub(crate) fn writes_nothing_read<R: RoleCore>(
         &self,

@@ -8,7 +8,7 @@ use baton_engine::{Exchange as Prefix, Time};
 use baton_handoff::FenceState;
 use baton_roles::exchange::{Answer, Command, Effect};
 use baton_roles::{Input, Refused, RoleCore, Ticket, WorkerCore};
-use baton_types::{ErrorKind, RequestId, SeqId};
+use baton_types::{RequestId, SeqId};
 
 use crate::Violation;
 use crate::control::{Call, Down, Link};
@@ -195,11 +195,5 @@ impl World {
             Answer::Failed(kind, message) => self.send_down(link, made, Down::Ended(call, answered(kind, message))),
             answer => self.send_down(link, made, Down::Moved(call, answer)),
         }
-    }
-
-    /// A worker that is asked for what simulated workers of its role do not do.
-    pub(crate) fn refuse_exchange(&mut self, (link, made): (Link, u64), call: Call) {
-        let end = answered(ErrorKind::InvalidArgument, "another worker was meant".into());
-        self.send_down(link, made, Down::Ended(call, end));
     }
 }

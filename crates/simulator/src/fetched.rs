@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use baton_engine::Batch;
-use baton_roles::{Decode as Role, WorkerCore};
+use baton_roles::{RoleCore, WorkerCore};
 use baton_types::{BlockId, Epoch};
 
 use crate::ends::Receiver;
@@ -59,7 +59,7 @@ impl World {
     }
 
     /// Counts the rows of a step that read fetched KV, and forgets the blocks that the step writes to.
-    pub(crate) fn count_fetched(&mut self, here: Process, core: &mut WorkerCore<Role>, step: u64) {
+    pub(crate) fn count_fetched<R: RoleCore>(&mut self, here: Process, core: &mut WorkerCore<R>, step: u64) {
         let size = self.geometry.layout.block_size as usize;
         let Receiver { fetched, seen, .. } = &mut self.receivers[here];
         if fetched.is_empty() {

@@ -54,8 +54,9 @@ impl World {
     pub(crate) fn restart_prefill(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
         let kept = self.prefills[place].kept.take();
-        let (next, sender) = crate::prefill::Prefill::new(self, life, kept)?;
+        let (next, receiver, sender) = crate::prefill::Prefill::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.prefills[place], next);
+        self.receivers.set(Process::Prefill(place), receiver);
         self.senders.set(Process::Prefill(place), sender);
         self.cut_ends(before.life);
         self.begin_life(Process::Prefill(place), again)
@@ -205,9 +206,10 @@ impl World {
                 process
             }
             false => {
-                let (next, sender) = crate::prefill::Prefill::new(self, life, None)?;
+                let (next, receiver, sender) = crate::prefill::Prefill::new(self, life, None)?;
                 self.prefills.push(next);
                 let process = Process::Prefill(self.prefills.len() - 1);
+                self.receivers.set(process, receiver);
                 self.senders.set(process, sender);
                 process
             }

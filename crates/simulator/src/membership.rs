@@ -101,7 +101,10 @@ impl World {
             context_tokens: 4096,
             draining: false,
             late_targets: true,
-            exchanges: 1,
+            exchanges: match process {
+                Process::KvStore(place) if self.kv_store_plan.other == Some(place) => 2,
+                _ => 1,
+            },
             kv_secret: 0,
         }
     }

@@ -11,7 +11,7 @@ use baton_types::{ErrorKind, PoolGeometry, SeqId, WorkerId};
 
 use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
-use crate::ends::Sender;
+use crate::ends::{Receiver, Sender};
 use crate::engine::{Host, Thread};
 use crate::events::{Life, Place, Process};
 use crate::exchange::Exchanging;
@@ -52,8 +52,12 @@ pub(crate) struct Prefill {
 }
 
 impl Prefill {
-    /// A worker and the end of it that gives KV. `before`: the store of the process before it at this place.
-    pub(crate) fn new(world: &World, life: Life, before: Option<Kept>) -> Result<(Prefill, Sender), Violation> {
+    /// A worker and its ends. `before`: the store of the process before it at this place.
+    pub(crate) fn new(
+        world: &World,
+        life: Life,
+        before: Option<Kept>,
+    ) -> Result<(Prefill, Receiver, Sender), Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
@@ -79,24 +83,29 @@ impl Prefill {
             frozen: None,
             drain: Drain::default(),
         };
-        Ok((prefill, Sender::new(life, memory)))
+        let receiver = Receiver::new(life, memory.shared(), world.limits.clone());
+        Ok((prefill, receiver, Sender::new(life, memory)))
     }
 
+    /// Whether no request is left and every block is free, cached or in quarantine.
     pub(crate) fn is_quiet(&self) -> bool {
         let Some(thread) = &self.thread else { return !self.alive };
-        self.inbox.is_empty() && thread.core.snapshot().idle
+        let snapshot = thread.core.snapshot();
+        let aside = snapshot.blocks.quarantined + snapshot.blocks.free + snapshot.blocks.cached;
+        self.inbox.is_empty() && snapshot.running + snapshot.waiting == 0 && aside == snapshot.blocks.total
     }
 
     /// I6 at the end of a run: nothing is held.
-    pub(crate) fn check_free(&self, sender: &Sender) -> Result<(), String> {
+    pub(crate) fn check_free(&self, receiver: &Receiver, sender: &Sender) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
         let held = (streams, sender.handoffs.len(), self.callers.len());
         let moved = (thread.core.exchange().streams(), self.exchanging.callers.len(), sender.jobs.len());
-        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) {
+        let lent = (thread.core.exchange().epochs(), receiver.ledger.stats().reservations);
+        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) && lent == ((0, 0), 0) {
             true => Ok(()),
             false => Err(format!(
-                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}",
+                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}; epochs, reservations: {lent:?}",
                 self.id
             )),
         }
@@ -152,9 +161,12 @@ impl Host for PrefillHost {
         world.layer_stored(Process::Prefill(place), launch, layer)
     }
 
-    /// I3: no step writes to a block that a handoff reads.
+    /// I3: no step touches a block that a peer may write to, or writes to one that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
-        world.writes_nothing_read(Process::Prefill(place), core, step)
+        let here = Process::Prefill(place);
+        world.touches_nothing_lent(here, core, step)?;
+        world.count_fetched(here, core, step);
+        world.writes_nothing_read(here, core, step)
     }
 }
 
@@ -185,7 +197,7 @@ impl World {
             Up::Serve { call, prefix, target } => {
                 self.asked_to_serve::<PrefillHost>(place, (link, made), call, prefix, &target);
             }
-            Up::Fetch { call, .. } => self.refuse_exchange((link, made), call),
+            Up::Fetch { call, prefix } => self.asked_to_fetch::<PrefillHost>(place, (link, made), call, prefix),
             Up::Probe => {}
         }
         self.wake_engine(Process::Prefill(place));

@@ -72,7 +72,7 @@ impl World {
             }
             // Every block must come back before any process dies, unless frames were lost or out of order on a connection that stayed open.
             Stage::Resting if if self.had_unreal_faults() { self.is_quiet() } else { self.check_free().is_ok() } => {
-                self.check_rest(|process| matches!(process, Process::Prefill(_)))?;
+                self.check_rest(|process| matches!(process, Process::Prefill(_)), true)?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
                 }
@@ -81,7 +81,7 @@ impl World {
                 self.enter(Stage::Last);
             }
             Stage::Last if self.check_free().is_ok() && self.check_indexes().is_ok() => {
-                self.check_rest(|_| true)?;
+                self.check_rest(|_| true, false)?;
                 self.check_leases()?;
                 return Ok(true);
             }
@@ -109,9 +109,7 @@ impl World {
     }
 
     fn is_quiet(&self) -> bool {
-        let gives = |(process, sender): (Process, &Sender)| {
-            !matches!(process, Process::Prefill(_)) && self.is_alive(process) && !sender.handoffs.is_empty()
-        };
+        let gives = |(process, sender): (Process, &Sender)| self.is_alive(process) && !sender.handoffs.is_empty();
         let quiet = self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet);
         quiet && self.kv_stores.iter().all(KvStore::is_quiet) && !self.senders.iter().any(gives)
     }
@@ -123,7 +121,10 @@ impl World {
             decode.check_free(&self.receivers[process], &self.senders[process])
         });
         let prefills = self.prefills.iter().enumerate().filter(|(_, prefill)| prefill.alive);
-        let prefills = prefills.map(|(place, prefill)| prefill.check_free(&self.senders[Process::Prefill(place)]));
+        let prefills = prefills.map(|(place, prefill)| {
+            let process = Process::Prefill(place);
+            prefill.check_free(&self.receivers[process], &self.senders[process])
+        });
         let stores = self.kv_stores.iter().enumerate().filter(|(_, store)| store.alive);
         let stores = stores.map(|(place, store)| {
             let process = Process::KvStore(place);

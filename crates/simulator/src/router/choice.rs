@@ -201,7 +201,7 @@ impl World {
                     self.check_outage(place)?;
                 }
                 if let Ok(chosen) = &chosen {
-                    self.fetch_for(place, request, chosen.placed.decode);
+                    self.fetch_for(place, request, chosen.placed);
                 }
                 Ok(Some(ChoiceInput::from(chosen)))
             }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use baton_policy::{BlockName, Holder, LegEnd, Prefixes as Names};
+use baton_policy::{BlockName, LegEnd, Placed, Prefixes as Names};
 use baton_roles::exchange::Answer;
 use baton_types::WorkerId;
 use baton_types::testing::Random;
@@ -37,6 +37,7 @@ impl FetchPlan {
         let rate = [0, 200, 600, 950][random.below(4) as usize];
         let pause = [20_000, 200_000, 1_000_000][random.below(3) as usize];
         let rate = match (options.faults.is_some(), options.sizes.stores) {
+            _ if options.only_keeps => 0,
             (true, Some(stores)) if stores > 0 => 1000,
             (true, _) => 0,
             (false, _) if stores => rate.max(600),
@@ -69,7 +70,12 @@ impl Fetching {
         Fetching { ask, takes: ((0, WorkerId(0)), 0), from, gives: None, limits, waits: None, keep: None }
     }
 
-    pub(super) fn to_keep(self, keep: u64) -> Fetching {
+    /// Whether it moves over this link, to the worker at its other end.
+    pub(super) fn is_taken_by(&self, link: Link) -> bool {
+        self.takes.0 == link
+    }
+
+    pub(super) fn kept_as(self, keep: u64) -> Fetching {
         Fetching { keep: Some(keep), ..self }
     }
 }
@@ -107,16 +113,21 @@ impl World {
         self.plan_any_prefix();
         let place = self.fetch_plan.random.below(self.routers.len() as u64) as Place;
         let request = self.fetch_plan.random.below(self.clients.len().max(1) as u64);
-        let decodes = self.known(place, |process| matches!(process, Process::Decode(_)));
+        let takes = |process: &Process| matches!(process, Process::Decode(_));
+        let takes_any = |process: &Process| matches!(process, Process::Decode(_) | Process::Prefill(_));
+        let takers = self.known(place, if self.has_kv_stores() { takes_any } else { takes });
         let awake = self.frozen_until(Process::Router(place)).is_none();
-        if let Some(to) = self.one_of(&decodes).filter(|_| awake && (request as usize) < self.clients.len()) {
+        if let Some(to) = self.one_of(&takers).filter(|_| awake && (request as usize) < self.clients.len()) {
             self.begin_fetch(place, request, to);
         }
     }
 
-    /// Perhaps has the prefix of a request moved to its decode worker. The next decode stream then waits for its beginning.
-    pub(super) fn fetch_for(&mut self, place: Place, request: u64, to: WorkerId) {
+    /// Perhaps has the prefix of a request moved to one of its workers. The next stream to that one then waits for its beginning.
+    pub(super) fn fetch_for(&mut self, place: Place, request: u64, placed: Placed) {
         let rate = self.fetch_plan.rate;
+        let prefill = placed.prefill.filter(|_| self.has_kv_stores());
+        let prefill = prefill.filter(|_| self.fetch_plan.random.chance(500));
+        let to = prefill.unwrap_or(placed.decode);
         let fetch = match rate > 0 && self.fetch_plan.random.chance(rate) {
             true => self.begin_fetch(place, request, to),
             false => None,
@@ -143,28 +154,23 @@ impl World {
         let (client, size) = (&self.clients[request as usize], self.geometry.layout.block_size);
         let most = (client.prompt.len() as u32).saturating_sub(1) / size;
         let names = Names::names(BlockName::root(&client.salt.to_string(), size), size, &[], &client.prompt);
-        // With KV stores, decode workers give as well, and stores first.
-        let all = self.kv_store_plan.first.is_some();
-        let (prefills, stores) = match all {
-            false => (self.known(place, |process| matches!(process, Process::Prefill(_))), Vec::new()),
-            true => (
-                self.known(place, |process| !matches!(process, Process::Registry | Process::Router(_))),
-                self.known(place, |process| matches!(process, Process::KvStore(_))),
-            ),
-        };
+        let mut givers = self.known(place, |process| matches!(process, Process::Prefill(_)));
         let mut holders = self.routers[place].index.find(&names, 4, request as usize);
-        if all {
-            let tiers = self.in_tiers(place, &names);
-            holders.extend(tiers);
+        if self.has_kv_stores() {
+            // Decode workers give as well, and stores first.
+            let stores = self.known(place, |process| matches!(process, Process::KvStore(_)));
+            givers.extend(&stores);
+            givers.extend(self.known(place, |process| matches!(process, Process::Decode(_))));
+            holders.extend(self.in_tiers(place, &names));
             holders.sort_by_key(|holder| !stores.contains(&holder.worker));
         }
-        let gives = |holder: &&Holder| prefills.contains(&holder.worker) && holder.worker != to;
-        let holder = { holders.iter() }.find(gives).copied();
+        givers.retain(|giver| *giver != to);
+        let holder = { holders.iter() }.find(|holder| givers.contains(&holder.worker)).copied();
         let here = { holders.iter() }.find(|holder| holder.worker == to).map_or(0, |holder| holder.blocks);
         match holder.filter(|holder| holder.blocks > here) {
             Some(holder) if self.fetch_plan.random.chance(900) => Some((holder.worker, holder.blocks.min(most))),
             _ if self.fetch_plan.random.chance(800) => None,
-            _ => Some((self.one_of(&prefills)?, self.fetch_plan.random.below(u64::from(most) + 1) as u32)),
+            _ => Some((self.one_of(&givers)?, self.fetch_plan.random.below(u64::from(most) + 1) as u32)),
         }
     }
 

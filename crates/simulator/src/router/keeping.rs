@@ -107,7 +107,7 @@ impl World {
             && let Some(keep) = self.routers[place].keeps.waiting.pop_front()
         {
             self.routers[place].keeps.moving += 1;
-            match self.to_keep(place, keep).filter(|_| !self.has_calmed()) {
+            match self.lacking(place, keep).filter(|_| !self.has_calmed()) {
                 Some(what) => {
                     self.check_keep(place, keep, &what)?;
                     if let Some(keeping) = self.routers[place].keeps.open.get_mut(&keep) {
@@ -122,7 +122,7 @@ impl World {
     }
 
     /// What a store should take of it.
-    fn to_keep(&mut self, place: Place, keep: u64) -> Option<Keep> {
+    fn lacking(&mut self, place: Place, keep: u64) -> Option<Keep> {
         let now = self.clock_now(Process::Router(place));
         let names = Arc::clone(&self.routers[place].keeps.open.get(&keep)?.names);
         let (pool, store) = (self.routers[place].index.find(&names, 32, 0), self.in_tiers(place, &names));
@@ -174,7 +174,7 @@ impl World {
         let most = keeping.tokens.len().min(end as usize + 1);
         let (request, tokens, salt) = (keeping.request, keeping.tokens[..most].to_vec(), keeping.salt);
         let ask = PrefixAsk { request, tokens, salt, priority: 0, time_left: TIME[1] };
-        let fetching = Fetching::new(ask, from, TIME).to_keep(keep);
+        let fetching = Fetching::new(ask, from, TIME).kept_as(keep);
         self.start_fetch(place, to, fetching);
     }
 
