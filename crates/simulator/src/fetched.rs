@@ -32,7 +32,8 @@ impl World {
         self.summary.fetched += 1;
         let moves = self.senders.iter().find_map(|(process, sender)| {
             let mut handoffs = sender.handoffs.iter();
-            let (id, _) = handoffs.find(|(_, h)| h.prefix && h.to == here && h.epoch() == epoch)?;
+            let (id, _) =
+                handoffs.find(|(_, h)| h.prefix && (h.to, h.peer, h.epoch()) == (here, receiver.id, epoch))?;
             Some((process, *id, sender.life))
         });
         // The giver may be gone already.

@@ -96,7 +96,7 @@ impl World {
         }
         let random = &mut self.kv_store_plan.random;
         let next = self.now + random.within(1, self.faults.kv_store);
-        let (place, what) = (random.below(self.kv_stores.len() as u64) as Place, random.below(6));
+        let (place, what) = (random.below(self.kv_stores.len() as u64) as Place, random.below(12));
         let (long, other) = (random.within(1_000, 3_000_000), random.below(8) as Place);
         self.events.plan(next, Event::StrikeKvStore);
         let process = Process::KvStore(place);
@@ -105,11 +105,11 @@ impl World {
         }
         self.faults.count(Fault::KvStore);
         match what {
-            0 => self.kill(process, true),
-            1 => self.kill(process, false),
-            2 => self.drain(process, 2 * long),
-            3 => self.freeze(process, self.now + long),
-            4 => self.cut_lines(|connection| [connection.from, connection.to].contains(&process), false),
+            0..5 => self.kill(process, true),
+            5 => self.kill(process, false),
+            6 => self.drain(process, 2 * long),
+            7 | 8 => self.freeze(process, self.now + long),
+            9 => self.cut_lines(|connection| [connection.from, connection.to].contains(&process), false),
             _ => {
                 let others = [Process::Decode(other % self.decodes.len()), Process::Router(other % self.routers.len())];
                 self.partition(process, others[other % 2], self.now + long);

@@ -24,7 +24,7 @@ pub(crate) enum Stage {
     Calm,
     /// All requests have ended; blocks come back.
     Resting,
-    /// All prefill workers have died, so that nothing waits for their answer.
+    /// All prefill workers have died, and nobody gives KV any more, so that nothing waits for a giver's answer.
     Last,
 }
 
@@ -76,7 +76,7 @@ impl World {
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
                 }
-                // They go on. But their connections end, as if they had died.
+                // The others go on. The connections over which they give KV end as if they had died.
                 self.cut_lines(|connection| !matches!(connection.from, Process::Prefill(_)), true);
                 self.enter(Stage::Last);
             }

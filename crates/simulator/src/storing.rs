@@ -150,17 +150,15 @@ impl World {
                     let right = H::compare(self, place, tokens, &first, &blocks);
                     right.map_err(|what| self.violation("I2", format!("{process} has loaded a prefix: {what}")))?;
                     self.summary.stored += 1;
-                    if matches!(process, Process::KvStore(_)) && self.receivers[process].verified.is_empty() {
-                        // It has taken nothing: the process before it wrote this to its disk.
+                    let again = H::kept(self, place).as_ref().is_some_and(|kept| kept.has_inherited(&what));
+                    if again && matches!(process, Process::KvStore(_)) {
                         self.milestone("found-again", process);
                     }
                 }
                 Command::Loaded(what.seq, whole)
             }
         };
-        if let (Command::Loaded(..), true) = (&command, self.receivers.has(process)) {
-            forget(&mut self.receivers[process].fetched, written.into_iter());
-        }
+        forget(&mut self.receivers[process].fetched, written.into_iter());
         H::inbox(self, place).push_back(Input::Tiers(command));
         self.wake_engine(process);
         Ok(())
