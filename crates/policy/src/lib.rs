@@ -40,8 +40,8 @@ pub use prefixes::{Prefixes, Sent};
 pub use request::{Action, Condition, Failure, Input, Leg, NEW_WAITS, RequestLimits, RequestMachine, State};
 pub use returns::Returns;
 pub use router::{
-    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, Keep, Known, LegEnd,
-    NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, Recall, SECOND_WORD, Sequence, Subject, Taken,
-    Verdict, WorkerLease, WorkerState,
+    Ask, Broken, Capacity, Changes, Choice, ChoiceInput, DecodeWord, Effect, Fleet, Judgement, Keep, KeepSizes, Known,
+    LegEnd, NewRequest, Outcome, PROBE_EVERY, Patience, PrefillWord, Probe, Recall, SECOND_WORD, Sequence, Subject,
+    Taken, Verdict, WorkerLease, WorkerState,
 };
 pub use tenants::{Left, OverLimit, TenantLimits, TenantMeter};

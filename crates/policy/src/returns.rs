@@ -142,7 +142,7 @@ mod tests {
         }
         assert_eq!(turn(&mut returns, 99, 10, now), Some(Duration::from_secs(11)), "of 10 to 17 s");
         // Later times count, and those of long ago do not.
-        (0..KEPT as u64).for_each(|which| drop(turn(&mut returns, which, 40, now)));
+        (0..KEPT as u64).for_each(|which| _ = turn(&mut returns, which, 40, now));
         assert_eq!(turn(&mut returns, 99, 10, now), Some(Duration::from_secs(40)));
         assert_eq!(returns.ended(TENANT + 1, names(7, 5)[4], now), None, "of another tenant nothing is known");
     }
@@ -150,12 +150,12 @@ mod tests {
     #[test]
     fn conversations_that_do_not_go_on_are_not_awaited() {
         let (mut returns, now) = (Returns::default(), Instant::now());
-        (0..40).for_each(|which| drop(turn(&mut returns, which, 10, now)));
+        (0..40).for_each(|which| _ = turn(&mut returns, which, 10, now));
         assert!(turn(&mut returns, 99, 10, now).is_some());
-        (100..160).for_each(|which| drop(returns.ended(TENANT, names(which, 5)[4], now)));
+        (100..160).for_each(|which| _ = returns.ended(TENANT, names(which, 5)[4], now));
         let later = now + ENDS_AFTER;
         assert_eq!(turn(&mut returns, 99, 10, later), None, "60 ended with their first turn");
-        (200..240).for_each(|which| drop(turn(&mut returns, which, 10, later)));
+        (200..240).for_each(|which| _ = turn(&mut returns, which, 10, later));
         assert!(turn(&mut returns, 99, 10, later).is_some(), "they go on again");
     }
 

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p baton-simulator --example cluster -- [SEEDS] [--first SEED] [--requests N] [--only FAULTS] [--calm] [--short]
+//!     [--prefills N] [--kv-stores N] [--only-keeps]
 //! ```
 //!
 //! Plays SEEDS seeds (1,000 by default), beginning with `--first` (0 by default), under random faults, with a thread per core. Stops
@@ -9,6 +10,7 @@
 //!
 //! - `--only Stall,Freeze` leaves out the other faults, `--calm` all of them.
 //! - `--short` leaves out the smaller run and its trace.
+//! - `--prefills` and `--kv-stores`: how many there are in each run. `--only-keeps`: prefixes move only to KV stores.
 #![allow(clippy::disallowed_methods)] // It runs seeds on all cores, and says how long that took.
 
 use std::collections::BTreeSet;
@@ -36,6 +38,9 @@ fn arguments() -> Result<Arguments, String> {
         };
         match word.as_str() {
             "--first" => parsed.first = number("--first")?,
+            "--prefills" => parsed.options.sizes.prefills = Some(number("--prefills")? as u32),
+            "--kv-stores" => parsed.options.sizes.stores = Some(number("--kv-stores")? as u32),
+            "--only-keeps" => parsed.options.only_keeps = true,
             "--requests" => parsed.options.requests = number("--requests")? as u32,
             "--only" => parsed.options.without = all_but(&words.next().unwrap_or_default())?,
             "--calm" => parsed.options.calm = true,
@@ -118,6 +123,10 @@ fn main() -> Result<(), String> {
     println!(
         "{} prefixes fetched, not fetched: {:?}; {} rows computed on fetched KV",
         sum.fetched, sum.fetches_failed, sum.rows_fetched
+    );
+    println!(
+        "{} pieces kept by KV stores, not kept: {:?}; {} prefixes given by them, {} of these outlived their workers; {} tokens found",
+        sum.kept, sum.keeps_failed, sum.given, sum.outlived, sum.given_tokens
     );
     println!("{} prefixes loaded from stores, {} tokens that were not in the pool", sum.stored, sum.stored_tokens);
     println!(

@@ -4,51 +4,18 @@
 //! block is in one state, and that blocks which others may reach are set aside. The simulated shell knows of each stream, handoff and
 //! reservation, so this also finds what nobody will ever give back.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
 use baton_engine::{BlockAccount, BlockCounts, Engine, HOLE, Hold, Holding};
-use baton_handoff::ReceiverEvent;
 use baton_kv_cache::BlockState;
-use baton_roles::{Input, decode, exchange, prefill, tiers};
-use baton_types::{BlockId, Epoch, PoolGeometry, SeqId};
+use baton_types::{BlockId, SeqId};
 
 use crate::Violation;
-use crate::decode::{Decode, DecodeHost};
-use crate::events::Place;
-use crate::kept::Kept;
-use crate::prefill::{Prefill, PrefillHost};
+use crate::books::Books;
+use crate::events::Process;
 use crate::world::World;
 
-type Checked = Result<(), String>;
-
-/// What a worker's shell knows of its blocks.
-trait Books {
-    /// The pool that it was started with.
-    fn geometry(&self) -> &PoolGeometry;
-    /// A block that a peer or a transfer may reach must be in one of these states. `None` when nobody may reach it.
-    fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]>;
-    /// Whether a store's threads, or what they have said, will end what this sequence holds. `None`: it is nothing of theirs.
-    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked>;
-    /// Whether somebody will end what this sequence holds. If not, its blocks have leaked.
-    fn will_end(&self, holding: &Holding<'_>) -> Checked;
-}
-
-/// Access to the books of one kind of worker.
-pub(crate) trait Counted {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked;
-}
-
-impl Counted for DecodeHost {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked {
-        accounts.count(&world.decodes[place], held)
-    }
-}
-
-impl Counted for PrefillHost {
-    fn count(world: &World, place: Place, accounts: &mut Accounts, held: &Held<'_>) -> Checked {
-        accounts.count(&world.prefills[place], held)
-    }
-}
+pub(crate) type Checked = Result<(), String>;
 
 /// What a worker's core says that it holds.
 pub(crate) struct Held<'a> {
@@ -86,9 +53,9 @@ pub(crate) struct Accounts {
 
 impl Accounts {
     /// Counts every block.
-    fn count(&mut self, books: &impl Books, held: &Held<'_>) -> Checked {
+    fn count(&mut self, books: &Books<'_>, held: &Held<'_>) -> Checked {
         let Held { engine, busy, stores } = *held;
-        let geometry = books.geometry();
+        let geometry = books.geometry;
         self.holders.resize_with(geometry.blocks.len(), Vec::new);
         for (holders, blocks) in self.holders.iter_mut().zip(&geometry.blocks) {
             holders.clear();
@@ -101,7 +68,8 @@ impl Accounts {
             } else if holding.ended && !busy {
                 return Err(format!("{} has ended and is still here, and no step is in flight", holding.seq));
             }
-            let ends = books.is_stored(&holding, stores(holding.seq)).unwrap_or_else(|| books.will_end(&holding));
+            let stored = books.is_stored(&holding, stores(holding.seq));
+            let ends = stored.unwrap_or_else(|| books.will_end(&holding));
             ends.map_err(|what| format!("{} ({:?}): {what}", holding.seq, holding.hold))?;
             self.enter(&holding)?;
             host.extend(holding.host);
@@ -130,7 +98,7 @@ impl Accounts {
     }
 
     /// Compares the holders with the pool's states, and counts these.
-    fn compare(&self, books: &impl Books, engine: &Engine) -> Checked {
+    fn compare(&self, books: &Books<'_>, engine: &Engine) -> Checked {
         let mut counts = BlockCounts::default();
         for (group, all) in self.holders.iter().enumerate() {
             for (block, holders) in (0..).map(BlockId).zip(all) {
@@ -179,7 +147,7 @@ fn agrees(account: BlockAccount, holders: Holders) -> bool {
 }
 
 /// Group, index and id of each block in a sequence's tables.
-fn present<'a>(holding: &'a Holding<'_>) -> impl Iterator<Item = (usize, Option<u32>, BlockId)> + 'a {
+pub(crate) fn present<'a>(holding: &'a Holding<'_>) -> impl Iterator<Item = (usize, Option<u32>, BlockId)> + 'a {
     let tables = holding.tables.iter().enumerate();
     let all = tables.flat_map(|(group, table)| (0..).zip(table.blocks()).map(move |(at, block)| (group, at, *block)));
     all.filter(|(_, _, block)| *block != HOLE).map(|(group, at, block)| (group, Some(at), block))
@@ -196,154 +164,24 @@ fn check_host(engine: &Engine, mut host: Vec<(usize, BlockId)>) -> Checked {
     }
 }
 
-impl Kept {
-    /// Its threads write to a block, or read it.
-    fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
-        let among =
-            |of: &BTreeMap<SeqId, Vec<(usize, BlockId)>>| of.values().any(|list| list.contains(&(group, block)));
-        let written = among(&self.written).then_some(&[BlockState::Lent, BlockState::Quarantined][..]);
-        written.or_else(|| among(&self.read).then_some(&[BlockState::Used, BlockState::Quarantined][..]))
-    }
-}
-
-/// The same for all workers: [`Books::is_stored`].
-fn is_stored<C>(kept: &Kept, inbox: &VecDeque<Input<C>>, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
-    let said = |input: &Input<C>| match input {
-        Input::Tiers(tiers::Command::Loaded(seq, _) | tiers::Command::Saved(seq)) => *seq == holding.seq,
-        _ => false,
-    };
-    let lent = kept.written.get(&holding.seq).filter(|_| matches!(holding.hold, Hold::Lent(_)));
-    if let (Some(written), Hold::Lent(from)) = (lent, holding.hold) {
-        let mut lent = present(holding).filter(|(_, at, _)| *at >= Some(from));
-        return Some(match lent.find(|(group, _, block)| !written.contains(&(*group, *block))) {
-            Some((group, _, block)) => Err(format!("{block} of group {group} is lent, and no load writes to it")),
-            None => Ok(()),
-        });
-    }
-    match kept.moves(holding.seq) || inbox.iter().any(said) {
-        true => Some(Ok(())),
-        false if stores && holding.hold == Hold::Waiting => Some(Ok(())),
-        false => stores.then(|| Err("nobody copies its blocks".into())),
-    }
-}
-
-impl Decode {
-    /// Whether the engine has yet to hear of the end of an epoch.
-    fn will_hear(&self, ended: Epoch) -> bool {
-        self.inbox.iter().any(|input| match input {
-            Input::Command(decode::Command::Received(
-                ReceiverEvent::Verified { epoch, .. } | ReceiverEvent::Fenced { epoch },
-            )) => *epoch == ended,
-            _ => false,
-        })
-    }
-}
-
-impl Books for Decode {
-    fn geometry(&self) -> &PoolGeometry {
-        &self.memory.geometry
-    }
-
-    /// A peer may write.
-    fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
-        let lent = self.memory.owner(group, block).map(|_| &[BlockState::Lent, BlockState::Quarantined][..]);
-        lent.or_else(|| self.kept.as_ref()?.reached(group, block))
-    }
-
-    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
-        is_stored(self.kept.as_ref()?, &self.inbox, holding, stores)
-    }
-
-    fn will_end(&self, holding: &Holding<'_>) -> Checked {
-        let cancel = |input: &Input<_>| match input {
-            Input::Command(decode::Command::Cancel(seq)) | Input::Exchange(exchange::Command::Cancel(seq)) => {
-                *seq == holding.seq
-            }
-            _ => false,
-        };
-        let asked = self.callers.contains_key(&holding.seq) || self.exchanging.callers.contains_key(&holding.seq);
-        if !holding.ended && !asked && !self.inbox.iter().any(cancel) {
-            return Err("it has no stream".into());
-        }
-        let from = match holding.hold {
-            Hold::Lent(from) => from,
-            Hold::Quarantined => 0,
-            _ => return Ok(()),
-        };
-        let Some(epoch) = self.lends.get(&holding.seq).copied() else { return Err("lent under no epoch".into()) };
-        let open = self.books.contains_key(&epoch);
-        match self.ledger.holder(epoch) {
-            Some(Some(session)) if open && !self.sessions.contains_key(&session) => {
-                return Err(format!("the session that {epoch} was granted to is over"));
-            }
-            None if open => return Err(format!("{epoch} is over, and nobody was told")),
-            _ if !open && !self.will_hear(epoch) => return Err(format!("{epoch} is over")),
-            _ => {}
-        }
-        let owner = open.then_some(epoch);
-        let lent = present(holding).filter(|(_, at, _)| *at >= Some(from));
-        match lent.map(|(group, _, block)| (block, self.memory.owner(group, block))).find(|(_, found)| *found != owner)
-        {
-            Some((block, found)) => Err(format!("{block} is lent under {found:?} instead of {owner:?}")),
-            None => Ok(()),
-        }
-    }
-}
-
-impl Books for Prefill {
-    fn geometry(&self) -> &PoolGeometry {
-        &self.memory.geometry
-    }
-
-    /// A handoff may read.
-    fn reached(&self, group: usize, block: BlockId) -> Option<&[BlockState]> {
-        let read = self.memory.owner(group, block).map(|_| &[BlockState::Used, BlockState::Quarantined][..]);
-        read.or_else(|| self.kept.as_ref()?.reached(group, block))
-    }
-
-    fn is_stored(&self, holding: &Holding<'_>, stores: bool) -> Option<Checked> {
-        is_stored(self.kept.as_ref()?, &self.inbox, holding, stores)
-    }
-
-    fn will_end(&self, holding: &Holding<'_>) -> Checked {
-        let of = |input: &Input<_>| match input {
-            Input::Command(prefill::Command::Cancel(seq)) | Input::Exchange(exchange::Command::Cancel(seq)) => {
-                (*seq == holding.seq, false)
-            }
-            Input::Command(prefill::Command::Ended { seq, .. } | prefill::Command::Quiet(seq))
-            | Input::Exchange(exchange::Command::Ended { seq, .. }) => (false, *seq == holding.seq),
-            _ => (false, false),
-        };
-        let asked = self.callers.contains_key(&holding.seq) || self.exchanging.callers.contains_key(&holding.seq);
-        if !holding.ended && !asked && !self.inbox.iter().any(|input| of(input).0) {
-            return Err("it has no stream".into());
-        }
-        let read = matches!(holding.hold, Hold::Held | Hold::Quarantined);
-        match read && self.of(holding.seq).is_none() && !self.inbox.iter().any(|input| of(input).1) {
-            true => Err("its handoff is over".into()),
-            false => Ok(()),
-        }
-    }
-}
-
 impl World {
-    /// I6 at the end of a run, or of a worker's part in it: nobody holds a block, and all are free or cached.
-    pub(crate) fn check_rest(&self, prefills: bool, decodes: bool) -> Result<(), Violation> {
-        let rest = |books: &dyn Fn(&mut Accounts, &Held<'_>) -> Checked, engine: &Engine| {
-            books(&mut Accounts::default(), &Held::new(engine, false, &|_| false))?;
-            match engine.holdings().next() {
-                Some(holding) => Err(format!("{} is left", holding.seq)),
-                None => Ok(()),
+    /// I6: counts every block of a worker.
+    pub(crate) fn count(&self, process: Process, accounts: &mut Accounts, held: &Held<'_>) -> Checked {
+        self.books(process).map_or(Ok(()), |books| accounts.count(&books, held))
+    }
+
+    /// I6 at the end of a run, or of a worker's part in it: nobody holds a block, and all are free or cached. `lent`: some may still be lent.
+    pub(crate) fn check_rest(&self, of: impl Fn(Process) -> bool, lent: bool) -> Result<(), Violation> {
+        for process in self.workers().filter(|process| of(*process)) {
+            let Some(engine) = self.engine_of(process) else { continue };
+            let held = Held::new(engine, false, &|_| false);
+            let counted = self.count(process, &mut Accounts::default(), &held);
+            counted.map_err(|what| self.violation("I6", what))?;
+            let stays = |seq| lent && self.receivers[process].lends.contains_key(&seq);
+            if let Some(holding) = engine.holdings().find(|holding| !stays(holding.seq)) {
+                return Err(self.violation("I6", format!("{} is left", holding.seq)));
             }
-        };
-        let prefills = self.prefills.iter().filter(|_| prefills).filter_map(|prefill| {
-            let engine = prefill.thread.as_ref()?.core.engine();
-            Some(rest(&|accounts, held| accounts.count(prefill, held), engine))
-        });
-        let decodes = self.decodes.iter().filter(|_| decodes).filter_map(|decode| {
-            let engine = decode.thread.as_ref()?.core.engine();
-            Some(rest(&|accounts, held| accounts.count(decode, held), engine))
-        });
-        prefills.chain(decodes).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
+        }
+        Ok(())
     }
 }

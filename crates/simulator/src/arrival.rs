@@ -1,12 +1,12 @@
-//! The decode worker's side of the handshake: a new connection becomes a session or joins one.
+//! The receiving side of the handshake: a new connection becomes a session or joins one.
 
 use baton_handoff::TransportKind;
 use baton_handoff::{Frame, FrameLimits, Hello, Inbound, JoinTicket, WriteHead, visitor};
 use baton_types::WorkerId;
 
-use crate::decode_session::{DecodeSession, Stop};
-use crate::events::{Event, Line, Place};
+use crate::events::{Event, Line, Place, Process};
 use crate::faults::Fault;
+use crate::receiver_session::{ReceiverSession, Stop};
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
@@ -23,11 +23,11 @@ pub(crate) enum Greeted {
 
 impl World {
     /// Continues the handshake.
-    pub(crate) fn greet(&mut self, place: Place, session: &mut DecodeSession) -> Result<Greeted, Stop> {
-        let fingerprint = self.decodes[place].memory.geometry.layout.fingerprint();
+    pub(crate) fn greet(&mut self, here: Process, session: &mut ReceiverSession) -> Result<Greeted, Stop> {
+        let fingerprint = self.receivers[here].memory.geometry.layout.fingerprint();
         let until = *session.greeting_until.get_or_insert_with(|| {
             let until = self.now + self.limits.handshake.as_micros() as Micros;
-            self.events.plan(until, Event::DecodeTurn { line: session.line });
+            self.events.plan(until, Event::ReceiverTurn { line: session.line });
             until
         });
         if self.now >= until {
@@ -45,30 +45,30 @@ impl World {
             return Ok(Greeted::Waits);
         };
         let welcomed = match frame {
-            Frame::Join { ticket, stream } => self.join_session(place, session, ticket, stream),
-            frame => visitor(&frame, self.decodes[place].id).map(|(worker, _)| {
-                self.welcome(place, session, worker);
+            Frame::Join { ticket, stream } => self.join_session(here, session, ticket, stream),
+            frame => visitor(&frame, self.receivers[here].id).map(|(worker, _)| {
+                self.welcome(here, session, worker);
                 Greeted::Guest
             }),
         };
         welcomed.map_err(|reason| {
             session.own().outbox.push_bytes(Frame::Reject { reason: reason.clone() }.encode());
-            self.flush_decode(session);
+            self.flush_receiver(session);
             session.lost(reason)
         })
     }
 
-    fn welcome(&mut self, place: Place, session: &mut DecodeSession, worker: WorkerId) {
+    fn welcome(&mut self, here: Process, session: &mut ReceiverSession, worker: WorkerId) {
         let token = (session.kind == TransportKind::Tcp).then(|| self.random.bits());
-        let decode = &mut self.decodes[place];
-        let earlier: Vec<Line> = decode.members.introduce(session.line, worker, token).into_iter().copied().collect();
+        let receiver = &mut self.receivers[here];
+        let earlier: Vec<Line> = receiver.members.introduce(session.line, worker, token).into_iter().copied().collect();
         for line in earlier {
-            if let Some(session) = self.decodes[place].sessions.get_mut(&line) {
+            if let Some(session) = self.receivers[here].sessions.get_mut(&line) {
                 session.superseded = true;
-                self.wake_decode(line);
+                self.wake_receiver(line);
             }
         }
-        let geometry = self.decodes[place].memory.geometry.clone();
+        let geometry = self.receivers[here].memory.geometry.clone();
         let (blocks, ticket) =
             (geometry.blocks.clone(), token.map(|token| JoinTicket { session: session.line, token }));
         let inbound = Inbound::new(session.line, worker, session.kind, geometry, &self.limits);
@@ -79,15 +79,15 @@ impl World {
 
     fn join_session(
         &mut self,
-        place: Place,
-        session: &mut DecodeSession,
+        here: Process,
+        session: &mut ReceiverSession,
         ticket: JoinTicket,
         stream: u8,
     ) -> Result<Greeted, String> {
         let careless = self.broken(Sabotage::IgnoreTickets);
-        let decode = &mut self.decodes[place];
-        let owner = match decode.members.join(ticket, stream).copied() {
-            Err(_) if careless && decode.sessions.contains_key(&ticket.session) => ticket.session,
+        let receiver = &mut self.receivers[here];
+        let owner = match receiver.members.join(ticket, stream).copied() {
+            Err(_) if careless && receiver.sessions.contains_key(&ticket.session) => ticket.session,
             joined => joined?,
         };
         session.own().stream = stream.into();
@@ -96,14 +96,14 @@ impl World {
     }
 
     /// Hands a connection over to the session it has joined.
-    pub(crate) fn hand_over(&mut self, place: Place, session: &mut DecodeSession, owner: Line) {
-        let decode = &mut self.decodes[place];
-        decode.members.dismiss(session.line);
-        match decode.sessions.get_mut(&owner) {
+    pub(crate) fn hand_over(&mut self, here: Process, session: &mut ReceiverSession, owner: Line) {
+        let receiver = &mut self.receivers[here];
+        receiver.members.dismiss(session.line);
+        match receiver.sessions.get_mut(&owner) {
             Some(of) => {
                 of.joined.append(&mut session.ends);
-                decode.streams.insert(session.line, owner);
-                self.wake_decode(owner);
+                receiver.streams.insert(session.line, owner);
+                self.wake_receiver(owner);
             }
             None => self.close_up(session.line),
         }
@@ -111,25 +111,25 @@ impl World {
 
     /// A stranger connects, asks to join some session with a made-up ticket, and then writes to blocks that are lent there.
     pub(crate) fn stranger(&mut self) {
-        let place = self.random.below(self.decodes.len() as u64) as Place;
-        let decode = &self.decodes[place];
-        let over_tcp = |session: &&DecodeSession| session.kind == TransportKind::Tcp && session.worker.is_some();
-        let sessions: Vec<Line> = decode.sessions.values().filter(over_tcp).map(|session| session.line).collect();
+        let here = Process::Decode(self.random.below(self.decodes.len() as u64) as Place);
+        let receiver = &self.receivers[here];
+        let over_tcp = |session: &&ReceiverSession| session.kind == TransportKind::Tcp && session.worker.is_some();
+        let sessions: Vec<Line> = receiver.sessions.values().filter(over_tcp).map(|session| session.line).collect();
         if sessions.is_empty() {
             return;
         }
         let session = sessions[self.random.below(sessions.len() as u64) as usize];
-        let (prefill, serial) = match self.lines.get(&session) {
-            Some(connection) => (connection.prefill, connection.session),
+        let (from, serial) = match self.lines.get(&session) {
+            Some(connection) => (connection.from, connection.session),
             None => return,
         };
         self.faults.count(Fault::Stranger);
-        let line = self.connect(prefill, place, serial, TransportKind::Tcp);
+        let line = self.connect(from, here, serial, TransportKind::Tcp);
         let (token, stream) = (self.random.bits(), self.random.within(1, 4) as u8);
-        let layout = self.decodes[place].memory.geometry.layout.clone();
+        let layout = self.receivers[here].memory.geometry.layout.clone();
         let mut words = Hello { fingerprint: layout.fingerprint() }.encode();
         words.extend(Frame::Join { ticket: JoinTicket { session, token }, stream }.encode());
-        for epoch in self.decodes[place].lent() {
+        for epoch in self.receivers[here].lent() {
             let payload = layout.block_bytes(0) as u32;
             words.extend(Frame::Write(WriteHead { epoch, group: 0, layer: 0, payload, indexes: vec![0] }).encode());
             words.extend(vec![0xbd; payload as usize]);
@@ -138,7 +138,7 @@ impl World {
         let Some(connection) = self.lines.get_mut(&line) else { return };
         connection.is_strangers = true;
         let at = connection.up.send(words, self.now, delay);
-        self.events.plan(at, Event::DecodeTurn { line });
+        self.events.plan(at, Event::ReceiverTurn { line });
     }
 
     /// I3: no byte of a stranger may reach the pool.

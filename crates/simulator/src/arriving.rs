@@ -1,4 +1,4 @@
-//! How a session at a decode worker reads one of its connections: frames, and the payload of writes. The checker (I3) sees every
+//! How a session of the worker that takes KV reads one of its connections: frames, and the payload of writes. The checker (I3) sees every
 //! byte that goes into the pool.
 
 use std::collections::VecDeque;
@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use baton_handoff::{Frame, FrameLimits, PayloadTarget, Range};
 use baton_types::Epoch;
 
-use crate::decode_session::{DecodeSession, Stop};
-use crate::events::{Line, Place, Process};
+use crate::events::{Line, Process};
+use crate::receiver_session::{ReceiverSession, Stop};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
@@ -34,10 +34,10 @@ impl Coming {
 
 impl World {
     /// Reads a frame, or some payload, from a connection. False when neither is there.
-    pub(crate) fn read_some(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
+    pub(crate) fn read_some(&mut self, here: Process, session: &mut ReceiverSession, at: usize) -> Result<bool, Stop> {
         let stream = session.ends[at].stream;
         if session.inbound.as_mut().is_some_and(|inbound| inbound.payload(stream).is_some()) {
-            return self.read_payload(place, session, at);
+            return self.read_payload(here, session, at);
         }
         let limits = FrameLimits::new(&self.limits, 2);
         let Some(mut frame) = session.ends[at].next_frame(&limits).map_err(|e| session.lost(e))? else {
@@ -52,9 +52,9 @@ impl World {
             }
         }
         let epoch = if let Frame::Write(head) = &frame { Some(head.epoch) } else { None };
-        let now = self.clock_now(Process::Decode(place));
+        let now = self.clock_now(here);
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        inbound.frame(stream, frame, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+        inbound.frame(stream, frame, now, &mut self.receivers[here].ledger).map_err(Stop::Ended)?;
         if let Some((epoch, payload)) = epoch.zip(inbound.payload(stream)) {
             let rest =
                 if let PayloadTarget::Pool(ranges) = payload.target() { ranges.to_vec().into() } else { [].into() };
@@ -63,8 +63,8 @@ impl World {
         Ok(true)
     }
 
-    fn read_payload(&mut self, place: Place, session: &mut DecodeSession, at: usize) -> Result<bool, Stop> {
-        let (now, end) = (self.clock_now(Process::Decode(place)), &mut session.ends[at]);
+    fn read_payload(&mut self, here: Process, session: &mut ReceiverSession, at: usize) -> Result<bool, Stop> {
+        let (now, end) = (self.clock_now(here), &mut session.ends[at]);
         let Some((inbound, coming)) = session.inbound.as_mut().zip(session.coming.get_mut(&end.stream)) else {
             return Ok(false);
         };
@@ -86,14 +86,14 @@ impl World {
         coming.advance(bytes.len());
         let (line, stream, epoch) = (end.line, end.stream, coming.epoch);
         if let Some(offset) = offset {
-            self.store(place, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
+            self.store(here, line, epoch, (offset, &bytes)).map_err(Stop::Broken)?;
         }
         let Some(inbound) = &mut session.inbound else { return Ok(false) };
-        let landed = inbound.landed(stream, &mut self.decodes[place].memory.bytes);
+        let landed = inbound.landed(stream, &mut self.receivers[here].memory.bytes);
         landed.map_err(Stop::Ended)?;
         while let Some(complete) = inbound.next_due() {
             self.summary.overtook += 1;
-            inbound.frame(0, complete, now, &mut self.decodes[place].ledger).map_err(Stop::Ended)?;
+            inbound.frame(0, complete, now, &mut self.receivers[here].ledger).map_err(Stop::Ended)?;
         }
         Ok(true)
     }
@@ -101,14 +101,14 @@ impl World {
     /// Writes payload to the pool. Checks I3 by the checker's own record, not the ledger's.
     fn store(
         &mut self,
-        place: Place,
+        here: Process,
         line: Line,
         epoch: Epoch,
         (offset, bytes): (usize, &[u8]),
     ) -> Result<(), Violation> {
         self.check_writer(line)?;
         self.look_at("I3");
-        let memory = &self.decodes[place].memory;
+        let memory = &self.receivers[here].memory;
         match memory.owner_at(offset) {
             Some(owner) if owner == epoch => memory.write(offset, bytes),
             owner => {

@@ -54,8 +54,8 @@ impl World {
     /// Workers tell what has changed, and routers follow those they do not follow yet. Looked at again and again.
     pub(crate) fn tell_news(&mut self) {
         self.end_follows();
-        for process in self.workers() {
-            if self.frozen_until(process).is_some() {
+        for process in self.workers().collect::<Vec<_>>() {
+            if !self.is_alive(process) || self.frozen_until(process).is_some() {
                 continue;
             }
             let Some(change) = self.change_at(process) else { continue };
@@ -159,16 +159,11 @@ impl World {
         (self.is_alive(process) && self.id_of(process) == Some(link.1)).then_some(process)
     }
 
-    fn workers(&self) -> Vec<Process> {
-        let prefills = (0..self.prefills.len()).map(Process::Prefill);
-        let workers = prefills.chain((0..self.decodes.len()).map(Process::Decode));
-        workers.filter(|process| self.is_alive(*process)).collect()
-    }
-
     fn change_at(&mut self, process: Process) -> Option<CacheChange> {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_mut().map(Thread::change),
             Process::Decode(place) => self.decodes[place].thread.as_mut().map(Thread::change),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_mut().map(Thread::change),
             _ => None,
         }
     }
@@ -177,6 +172,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_ref().map(|thread| thread.core.backlog()),
             Process::Decode(place) => self.decodes[place].thread.as_ref().map(|thread| thread.core.backlog()),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_ref().map(|thread| thread.core.backlog()),
             _ => None,
         }
     }
@@ -185,6 +181,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].thread.as_ref().map(Thread::all),
             Process::Decode(place) => self.decodes[place].thread.as_ref().map(Thread::all),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_ref().map(Thread::all),
             _ => None,
         }
     }
@@ -193,13 +190,8 @@ impl World {
 impl World {
     /// What a worker's prefix cache holds.
     fn held_at(&self, process: Process) -> Option<Tally> {
-        let engine = match process {
-            Process::Prefill(place) => self.prefills[place].thread.as_ref()?.core.engine(),
-            Process::Decode(place) => self.decodes[place].thread.as_ref()?.core.engine(),
-            _ => return None,
-        };
         let mut tally = Tally::default();
-        engine.cached_blocks().for_each(|name| tally.add(name.short()));
+        self.engine_of(process)?.cached_blocks().for_each(|name| tally.add(name.short()));
         Some(tally)
     }
 }

@@ -56,6 +56,7 @@ impl World {
             Process::Prefill(place) => 4 * place + 1,
             Process::Decode(place) => 4 * place + 2,
             Process::Registry => 3,
+            Process::KvStore(place) => 4 * place + 7,
         };
         let clock = Clock::random(&mut Random(mix(self.seed ^ mix(number as u64 + 1))));
         self.faults.count(Fault::Clocks);

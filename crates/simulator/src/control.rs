@@ -168,6 +168,7 @@ impl World {
                 (_, Up::Probe) => self.send_down(link, made, Down::Probed),
                 (Process::Decode(place), message) => self.decode_asked(place, (link, made), message)?,
                 (Process::Prefill(place), message) => self.prefill_asked(place, (link, made), message)?,
+                (Process::KvStore(place), message) => self.kv_store_asked(place, (link, made), message)?,
                 _ => {}
             }
         }

@@ -1,4 +1,4 @@
-//! How a session at a prefill worker moves blocks: run by run over shared memory, or batch by batch over any of its TCP connections.
+//! How a session at the worker that gives KV moves blocks: run by run over shared memory, or batch by batch over any of its TCP connections.
 
 use std::time::Instant;
 
@@ -7,9 +7,9 @@ use baton_handoff::TransportKind;
 use baton_handoff::{BlockRun, Frame, TCP_BATCHES, WriteBatch};
 use baton_types::Epoch;
 
-use crate::events::{Life, Place, Process};
+use crate::events::{Life, Process};
 use crate::pool::Bytes;
-use crate::prefill_session::{PrefillSession, Stop};
+use crate::sender_session::{SenderSession, Stop};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
@@ -25,7 +25,7 @@ pub(crate) struct Copy {
     epoch: Epoch,
 }
 
-/// A decode worker's pool, mapped at a prefill worker.
+/// The pool of the worker that takes KV, mapped at the one that gives it.
 pub(crate) struct Mapped {
     bytes: Bytes,
     life: Life,
@@ -47,52 +47,52 @@ pub(crate) struct Sending {
 
 impl World {
     /// Maps the peer's pool, which came with the first grant.
-    pub(crate) fn map(&self, session: &mut PrefillSession) -> Result<(), String> {
-        let life = self.lines.get(&session.own().line).map_or(0, |connection| connection.decode_life);
-        let decode = &self.decodes[session.decode];
-        if decode.life != life {
+    pub(crate) fn map(&self, session: &mut SenderSession) -> Result<(), String> {
+        let life = self.lines.get(&session.own().line).map_or(0, |connection| connection.to_life);
+        let receiver = &self.receivers[session.to];
+        if receiver.life != life {
             return Err("its pool is gone".into());
         }
-        session.mapped = Some(Mapped { bytes: decode.memory.bytes.clone(), life });
+        session.mapped = Some(Mapped { bytes: receiver.memory.bytes.clone(), life });
         Ok(())
     }
 
     /// Does one thing: copies a run, submits a batch, or carries out an op. False when nothing can be done now.
-    pub(crate) fn copy_some(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Stop> {
+    pub(crate) fn copy_some(&mut self, here: Process, session: &mut SenderSession) -> Result<bool, Stop> {
         let early = self.broken(Sabotage::CompleteEarly) && self.random.chance(900);
         let deeper = session.outbound.in_flight() < DEPTH && self.random.chance(300);
-        if !early && !deeper && self.copy_next(place, session).map_err(Stop::Broken)? {
+        if !early && !deeper && self.copy_next(here, session).map_err(Stop::Broken)? {
             return Ok(true);
         }
-        let now = self.clock_now(Process::Prefill(place));
+        let now = self.clock_now(here);
         if !self.send_next(session, now) {
             return Ok(false);
         }
-        let mut pool = self.prefills[place].memory.bytes.clone();
+        let mut pool = self.senders[here].memory.bytes.clone();
         let batch = session.outbound.next_batch(Some(&mut pool), now).map_err(Stop::Ended)?;
         if let Some(batch) = batch {
             self.submit_batch(session, &batch, now);
             return Ok(true);
         }
         let more = session.outbound.next_op(now, &mut session.line);
-        self.carry_out(place, session);
+        self.carry_out(here, session);
         Ok(more || !session.copying.is_empty())
     }
 
     /// Continues the batches in flight over shared memory. False when there are none.
-    fn copy_next(&mut self, place: Place, session: &mut PrefillSession) -> Result<bool, Violation> {
+    fn copy_next(&mut self, here: Process, session: &mut SenderSession) -> Result<bool, Violation> {
         match session.copying.pop_front() {
             None => return Ok(false),
-            Some(Copying::Run(copy)) => self.copy(place, session, copy)?,
+            Some(Copying::Run(copy)) => self.copy(here, session, copy)?,
             Some(Copying::Said(_, write)) => {
                 session.own().outbox.push(&write);
-                session.flushed(self.clock_now(Process::Prefill(place)));
+                session.flushed(self.clock_now(here));
             }
         }
         Ok(true)
     }
 
-    fn submit_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch, now: Instant) {
+    fn submit_batch(&mut self, session: &mut SenderSession, batch: &WriteBatch, now: Instant) {
         session.meter.submitted(batch.epoch, batch.bytes() as u64, now);
         match (&session.mapped, session.kind) {
             (Some(_), TransportKind::Shm) => {
@@ -111,7 +111,7 @@ impl World {
     }
 
     /// Sends a batch over any connection, most often the one with the least to send.
-    fn send_batch(&mut self, session: &mut PrefillSession, batch: &WriteBatch, now: Instant) {
+    fn send_batch(&mut self, session: &mut SenderSession, batch: &WriteBatch, now: Instant) {
         let ends = session.ends.len();
         let at = match self.random.chance(300) {
             true => self.random.below(ends as u64) as usize,
@@ -132,7 +132,7 @@ impl World {
     }
 
     /// Checks whether the oldest TCP batch has left. False when no further batch may follow yet.
-    fn send_next(&mut self, session: &mut PrefillSession, now: Instant) -> bool {
+    fn send_next(&mut self, session: &mut SenderSession, now: Instant) -> bool {
         let Some(oldest) = session.sending.front() else { return true };
         if session.ends[oldest.end].outbox.holds(oldest.item) {
             return session.sending.len() < TCP_BATCHES * session.ends.len();
@@ -143,7 +143,7 @@ impl World {
     }
 
     /// Drops a handoff's batches: from now on the local pool is not read for it.
-    pub(crate) fn cancel_batches(&mut self, session: &mut PrefillSession, epoch: Epoch) {
+    pub(crate) fn cancel_batches(&mut self, session: &mut SenderSession, epoch: Epoch) {
         let ignores = self.broken(Sabotage::IgnoreCancel);
         session.copying.retain(|copying| match copying {
             Copying::Run(copy) => ignores || copy.epoch != epoch,
@@ -159,19 +159,19 @@ impl World {
     }
 
     /// Copies one run over shared memory and checks I3. The peer may be doing anything meanwhile.
-    fn copy(&mut self, place: Place, session: &PrefillSession, copy: Copy) -> Result<(), Violation> {
+    fn copy(&mut self, here: Process, session: &SenderSession, copy: Copy) -> Result<(), Violation> {
         let Some(mapped) = &session.mapped else { return Ok(()) };
-        let prefill = &self.prefills[place];
-        if prefill.memory.owner_at(copy.from).is_none() {
+        let sender = &self.senders[here];
+        if sender.memory.owner_at(copy.from).is_none() {
             return Err(self.violation("I3", format!("{} reads local blocks it has given back", copy.epoch)));
         }
-        let decode = &self.decodes[session.decode];
-        if decode.life == mapped.life && decode.memory.owner_at(copy.to) != Some(copy.epoch) {
-            let owner = decode.memory.owner_at(copy.to);
+        let receiver = &self.receivers[session.to];
+        if receiver.life == mapped.life && receiver.memory.owner_at(copy.to) != Some(copy.epoch) {
+            let owner = receiver.memory.owner_at(copy.to);
             let what = format!("{} writes to a block that is kept for {owner:?}", copy.epoch);
             return Err(self.violation("I3", what));
         }
-        let mut bytes = prefill.memory.read((copy.from, copy.len));
+        let mut bytes = sender.memory.read((copy.from, copy.len));
         if self.faults.miscopies(&mut self.random) {
             self.random.flip(&mut bytes);
         }

@@ -1,26 +1,26 @@
 //! A decode worker: the real role, engine and ledger. This file adds the streams to routers and the sessions.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use baton_engine::{BlockName, Engine, HOLE, NewSequence, Prefix, Share, Start, Time};
-use baton_handoff::{Ledger, Members, TransferError, TransferLimits};
+use baton_engine::{BlockName, Engine, NewSequence, Prefix, Share, Start, Time};
+use baton_handoff::TransferError;
 use baton_policy::{DecodeWord, LegEnd};
 use baton_roles::decode::{Answer, Command, Effect};
 use baton_roles::{Decode as Role, Drain, Input, Refused, StepLaunch, Ticket, WorkerCore};
-use baton_types::{BatonError, BlockId, Epoch, ErrorKind, PoolGeometry, RequestId, SeqId, WorkerId, mix};
+use baton_types::{BatonError, ErrorKind, PoolGeometry, RequestId, SeqId, WorkerId, mix};
 
 use crate::Violation;
 use crate::client::VOCAB;
 use crate::control::{Ask, Call, Down, Link, Up};
-use crate::decode_session::DecodeSession;
+use crate::ends::{Receiver, Sender};
 use crate::engine::{Host, Thread};
-use crate::events::{Life, Line, Place, Process};
+use crate::events::{Life, Place, Process};
 use crate::exchange::{Exchanging, addressed};
 use crate::kept::Kept;
 use crate::membership::Registration;
 use crate::pool::{Blocks, Bytes, Memory};
-use crate::stream::{Micros, Timer};
+use crate::stream::Micros;
 use crate::world::World;
 
 /// A stream to a router.
@@ -35,55 +35,31 @@ pub(crate) struct Caller {
     pub cancelled: bool,
 }
 
-/// The checker's own record of what is lent under an epoch.
-pub(crate) struct Lent {
-    pub tokens: Vec<u32>,
-    pub first: Vec<u32>,
-    pub blocks: Blocks,
-}
-
 /// One incarnation of a decode worker.
 pub(crate) struct Decode {
     pub life: Life,
     pub id: WorkerId,
     pub alive: bool,
-    pub memory: Memory<Epoch>,
-    pub ledger: Ledger,
     pub thread: Option<Thread<Role>>,
     pub inbox: VecDeque<Input<Command>>,
     pub registration: Option<Registration>,
     tickets: BTreeMap<Ticket, Caller>,
     pub callers: BTreeMap<SeqId, Caller>,
-    /// Tokens of every sequence it has accepted.
-    pub sequences: BTreeMap<SeqId, Vec<u32>>,
     pub exchanging: Exchanging,
     /// Its own store.
     pub kept: Option<Kept>,
-    pub books: BTreeMap<Epoch, Lent>,
-    /// The epoch under which each sequence's blocks were lent.
-    pub lends: BTreeMap<SeqId, Epoch>,
-    pub verified: BTreeSet<Epoch>,
-    /// Epochs of prefixes that are fetched.
-    pub fetches: BTreeSet<Epoch>,
-    /// Blocks that came with a fetched prefix and were not written to since, with their groups.
-    pub fetched: BTreeSet<(usize, BlockId)>,
     next_ticket: u64,
-    pub sessions: BTreeMap<Line, DecodeSession>,
-    pub members: Members<Line>,
-    /// The session of each connection that has joined one.
-    pub streams: BTreeMap<Line, Line>,
     pub frozen: Option<(Micros, Micros)>,
     pub drain: Drain,
-    pub desk: Timer,
 }
 
 impl Decode {
+    /// A worker and its ends. `before`: the store of the process before it at this place.
     pub(crate) fn new(
         world: &World,
         life: Life,
-        limits: TransferLimits,
         before: Option<Kept>,
-    ) -> Result<Decode, Violation> {
+    ) -> Result<(Decode, Receiver, Sender), Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
@@ -96,49 +72,23 @@ impl Decode {
         let core = WorkerCore::new(engine, role, layout, world.lease, world.overlaps);
         let model = world.last_model(&memory.bytes);
         let layers = geometry.layout.layers() as u32;
-        Ok(Decode {
+        let decode = Decode {
             life,
             id: WorkerId(life),
             alive: true,
-            ledger: Ledger::new(&geometry, limits.clone()),
-            members: Members::new(limits.connections),
             thread: Some(Thread::new(core, model, layers)),
-            memory,
             inbox: VecDeque::new(),
             registration: None,
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
-            sequences: BTreeMap::new(),
             exchanging: Exchanging::default(),
             kept: world.store_for(life, before),
-            books: BTreeMap::new(),
-            lends: BTreeMap::new(),
-            verified: BTreeSet::new(),
-            fetches: BTreeSet::new(),
-            fetched: BTreeSet::new(),
             next_ticket: 0,
-            sessions: BTreeMap::new(),
-            streams: BTreeMap::new(),
             frozen: None,
             drain: Drain::default(),
-            desk: Timer::default(),
-        })
-    }
-
-    /// Epochs under which a peer may write.
-    pub(crate) fn lent(&self) -> Vec<Epoch> {
-        self.books.keys().copied().collect()
-    }
-
-    /// Removes a session, or a connection that never became one.
-    pub(crate) fn forget(&mut self, line: Line) {
-        self.members.dismiss(line);
-        self.streams.retain(|_, owner| *owner != line);
-    }
-
-    /// Whether a reservation was ever announced as verified.
-    pub(crate) fn has_verified(&self, epoch: Epoch) -> bool {
-        self.verified.contains(&epoch)
+        };
+        let sender = Sender::new(life, memory.shared());
+        Ok((decode, Receiver::new(life, memory, world.limits.clone()), sender))
     }
 
     /// Whether no request is left and every block is free, cached or in quarantine.
@@ -150,14 +100,14 @@ impl Decode {
     }
 
     /// I6 at the end of a run: nothing is held.
-    pub(crate) fn check_free(&self) -> Result<(), String> {
+    pub(crate) fn check_free(&self, receiver: &Receiver, sender: &Sender) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, role) = (thread.core.snapshot(), thread.core.role());
-        let reservations = self.ledger.stats().reservations;
+        let reservations = receiver.ledger.stats().reservations;
         let held = (role.streams(), role.epochs(), reservations, self.callers.len());
         let exchange = thread.core.exchange();
         let moved = (exchange.streams(), exchange.epochs(), self.exchanging.callers.len());
-        match snapshot.idle && held == (0, (0, 0), 0, 0) && moved == (0, (0, 0), 0) {
+        match snapshot.idle && held == (0, (0, 0), 0, 0) && moved == (0, (0, 0), 0) && sender.is_free() {
             true => Ok(()),
             false => Err(format!(
                 "{}: {snapshot:?}; streams, epochs, reservations, callers: {held:?}, {:?}; prefixes, their epochs, callers: {moved:?}",
@@ -236,12 +186,12 @@ impl Host for DecodeHost {
     }
 
     fn pool(world: &World, place: Place) -> (Bytes, PoolGeometry) {
-        let memory = &world.decodes[place].memory;
+        let memory = &world.receivers[Process::Decode(place)].memory;
         (memory.bytes.clone(), memory.geometry.clone())
     }
 
     fn compare(world: &World, place: Place, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
-        world.decodes[place].memory.compare(tokens, first, blocks)
+        world.receivers[Process::Decode(place)].memory.compare(tokens, first, blocks)
     }
 
     fn brings(command: &Command) -> Option<&NewSequence> {
@@ -264,26 +214,12 @@ impl Host for DecodeHost {
         Ok(true)
     }
 
-    /// I3: no step touches a block that a peer may write to.
+    /// I3: no step touches a block that a peer may write to, or writes to one that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
-        let memory = &world.decodes[place].memory;
-        let lent = core.with_batch(step, |batch| {
-            let tables = batch.rows.iter().flat_map(|row| row.tables.iter().enumerate());
-            let blocks = tables.flat_map(|(group, table)| table.blocks().iter().map(move |block| (group, *block)));
-            let mut kept = blocks.filter(|(_, block)| *block != HOLE);
-            kept.find_map(|(group, block)| memory.owner(group, block).map(|epoch| (group, block, epoch)))
-        });
-        match lent.flatten() {
-            Some((group, block, epoch)) => {
-                let what =
-                    format!("decode {place} computes with {block} of group {group}, which is lent under {epoch}");
-                Err(world.violation("I3", what))
-            }
-            None => {
-                world.count_fetched(place, core, step);
-                Ok(())
-            }
-        }
+        let here = Process::Decode(place);
+        world.touches_nothing_lent(here, core, step)?;
+        world.count_fetched(here, core, step);
+        world.writes_nothing_read(here, core, step)
     }
 }
 
@@ -312,8 +248,10 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a prefill worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
-            Up::Fetch { call, prefix } => self.asked_to_fetch(place, (link, made), call, prefix),
-            Up::Serve { call, .. } => self.refuse_exchange((link, made), call),
+            Up::Fetch { call, prefix } => self.asked_to_fetch::<DecodeHost>(place, (link, made), call, prefix),
+            Up::Serve { call, prefix, target } => {
+                self.asked_to_serve::<DecodeHost>(place, (link, made), call, prefix, &target);
+            }
             Up::Probe | Up::Target { .. } => {}
         }
         self.wake_engine(Process::Decode(place));
@@ -339,7 +277,7 @@ impl World {
                 let decode = &mut self.decodes[place];
                 let Some(caller) = decode.tickets.remove(&ticket) else { return Ok(None) };
                 if let Ok(seq) = outcome {
-                    decode.sequences.insert(seq, caller.tokens.clone());
+                    self.receivers[Process::Decode(place)].sequences.insert(seq, caller.tokens.clone());
                 }
                 match outcome {
                     Ok(seq) if caller.cancelled => decode.inbox.push_back(Input::Command(Command::Cancel(seq))),
@@ -353,11 +291,11 @@ impl World {
             Effect::Say(seq, answer) => self.decode_says(place, seq, answer),
             Effect::Lend(loan) => {
                 let epoch = loan.epoch;
-                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(place, loan)? }));
+                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(Process::Decode(place), loan)? }));
             }
-            Effect::Release(epoch) => self.release(place, epoch)?,
+            Effect::Release(epoch) => self.release(Process::Decode(place), epoch)?,
             Effect::Fence(epoch) => {
-                let state = self.fence(place, epoch)?;
+                let state = self.fence(Process::Decode(place), epoch)?;
                 return Ok(Some(Command::FenceBegun { epoch, state }));
             }
             Effect::Arrived { .. } | Effect::HandoffFailed { .. } => {}

@@ -11,7 +11,7 @@ use baton_roles::{DrainInput, Effect, IDLE_TICK, Input, RoleCore, StepLaunch, Wo
 use baton_types::{PoolGeometry, TokenOut};
 
 use crate::Violation;
-use crate::accounting::{Accounts, Counted, Held};
+use crate::accounting::{Accounts, Held};
 use crate::events::{Event, Place, Process};
 use crate::exchange::Exchanging;
 use crate::kept::Kept;
@@ -45,7 +45,7 @@ impl<R: RoleCore> Thread<R> {
 }
 
 /// What prefill and decode workers do differently.
-pub(crate) trait Host: Counted {
+pub(crate) trait Host {
     type Role: RoleCore;
     fn process(place: Place) -> Process;
     fn thread(world: &mut World, place: Place) -> &mut Option<Thread<Self::Role>>;
@@ -102,7 +102,7 @@ impl World {
         let Thread { core, accounts, busy, .. } = &mut thread;
         let stores = |seq| core.stores(seq);
         let held = Held::new(core.engine(), busy.is_some(), &stores);
-        let counted = H::count(self, place, accounts, &held);
+        let counted = self.count(H::process(place), accounts, &held);
         let counted = counted.map_err(|what| self.violation("I6", format!("{}: {what}", H::process(place))));
         self.put_back::<H>(place, thread);
         turned.and(checked).and(counted)
@@ -196,7 +196,7 @@ impl World {
         match launched {
             Some(Ok(counts)) => {
                 let names = ["blocks copied", "blocks swapped out", "blocks swapped in", "rows of unknown tokens"];
-                names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count as u64));
+                names.into_iter().zip(counts).for_each(|(name, count)| self.count_work(name, count as u64));
             }
             // The fake model rejects tables, positions and copies that cannot be right.
             Some(Err(error)) => return Err(self.violation("I1", format!("{}: {error}", H::process(place)))),
@@ -245,7 +245,7 @@ impl World {
         }
     }
 
-    fn count(&mut self, what: &'static str, count: u64) {
+    fn count_work(&mut self, what: &'static str, count: u64) {
         *self.summary.engines.entry(what).or_default() += count;
     }
 
@@ -255,11 +255,10 @@ impl World {
             let hits = engine.prefix_hit_tokens();
             [engine.preemptions(), engine.evictions(), hits, engine.decoded_wasted()]
         };
-        let prefills = self.prefills.iter().filter_map(|prefill| Some(of(prefill.thread.as_ref()?.core.engine())));
-        let decodes = self.decodes.iter().filter_map(|decode| Some(of(decode.thread.as_ref()?.core.engine())));
-        for counts in prefills.chain(decodes).collect::<Vec<_>>() {
+        let engines = self.workers().filter_map(|process| Some(of(self.engine_of(process)?)));
+        for counts in engines.collect::<Vec<_>>() {
             let names = ["preemptions", "evictions", "tokens found cached", "rows decoded for nothing"];
-            names.into_iter().zip(counts).for_each(|(name, count)| self.count(name, count));
+            names.into_iter().zip(counts).for_each(|(name, count)| self.count_work(name, count));
         }
     }
 

@@ -16,9 +16,9 @@ use crate::stream::Micros;
 pub(crate) type Place = usize;
 /// A process's incarnation. Events for an earlier incarnation are void.
 pub(crate) type Life = u64;
-/// A connection between workers. The number of a session's own connection is also the session's number at the decode worker.
+/// A connection between workers. The number of a session's own connection is also the session's number at the worker that takes KV.
 pub(crate) type Line = u64;
-/// A session's number at its prefill worker. No two sessions of a run have the same.
+/// A session's number at the worker that gives KV. No two sessions of a run have the same.
 pub(crate) type Serial = u64;
 
 /// A process, by its address; successive incarnations share it.
@@ -28,6 +28,7 @@ pub(crate) enum Process {
     Prefill(Place),
     Decode(Place),
     Registry,
+    KvStore(Place),
 }
 
 impl Process {
@@ -37,6 +38,7 @@ impl Process {
             Process::Prefill(place) => format!("http://127.0.0.1:{}", 10_000 + place),
             Process::Decode(place) => format!("http://127.0.0.1:{}", 20_000 + place),
             Process::Router(place) => format!("http://127.0.0.1:{}", 30_000 + place),
+            Process::KvStore(place) => format!("http://127.0.0.1:{}", 40_000 + place),
             Process::Registry => "http://127.0.0.1:2379".into(),
         }
     }
@@ -47,6 +49,7 @@ impl Process {
         match port {
             10_000..20_000 => Some(Process::Prefill(port - 10_000)),
             20_000..30_000 => Some(Process::Decode(port - 20_000)),
+            40_000..50_000 => Some(Process::KvStore(port - 40_000)),
             _ => None,
         }
     }
@@ -58,6 +61,7 @@ impl fmt::Display for Process {
             Process::Router(place) => write!(f, "router {place}"),
             Process::Prefill(place) => write!(f, "prefill {place}"),
             Process::Decode(place) => write!(f, "decode {place}"),
+            Process::KvStore(place) => write!(f, "kv-store {place}"),
             Process::Registry => f.write_str("registry"),
         }
     }
@@ -111,6 +115,12 @@ pub(crate) enum Event {
     },
     /// A router may have some prefix moved that no request needs now.
     AnyPrefix,
+    /// A router looks whether a KV store should take what a request has left.
+    Keep {
+        router: Place,
+        life: Life,
+        keep: u64,
+    },
     /// News of a worker's prefix cache, and of its load.
     News {
         link: Link,
@@ -201,33 +211,33 @@ pub(crate) enum Event {
         process: Process,
         life: Life,
     },
-    /// A session at a decode worker takes a turn.
-    DecodeTurn {
+    /// A session at a worker that takes KV has a turn.
+    ReceiverTurn {
         line: Line,
     },
-    /// A session at a prefill worker takes a turn.
-    PrefillTurn {
-        prefill: Place,
+    /// A session at a worker that gives KV has a turn.
+    SenderTurn {
+        process: Process,
         life: Life,
         session: Serial,
     },
-    /// A decode worker looks for expired leases.
+    /// A worker looks for expired leases.
     Desk {
-        decode: Place,
+        process: Process,
         life: Life,
     },
-    /// A decode worker learns that a prefill worker's process has ended.
+    /// A worker that takes KV learns that the giver's process has ended.
     Died {
         line: Line,
     },
-    /// A prefill worker's thread that writes prefixes goes on.
+    /// A worker's thread that writes prefixes goes on.
     WritePrefix {
-        prefill: Place,
+        process: Process,
         life: Life,
     },
     /// A handoff should have ended by now.
     MustHaveEnded {
-        prefill: Place,
+        process: Process,
         life: Life,
         handoff: u64,
     },
@@ -248,6 +258,9 @@ pub(crate) enum Event {
     },
     /// A random fault may strike.
     Strike,
+    /// A KV store joins, or a fault strikes one.
+    JoinKvStore,
+    StrikeKvStore,
     /// All faults end.
     Heal,
 }
@@ -262,6 +275,7 @@ impl Event {
             | Event::ProbeOver { router, life, .. }
             | Event::PrefixOver { router, life, .. }
             | Event::PrefixBegins { router, life, .. }
+            | Event::Keep { router, life, .. }
             | Event::Follow { router, life, .. }
             | Event::FollowWake { router, life }
             | Event::Listed { router, life, .. } => (Process::Router(*router), Some(*life)),
@@ -273,10 +287,10 @@ impl Event {
             | Event::StoreTurn { process, life }
             | Event::Hangup { process, life, .. }
             | Event::DrainOver { process, life } => (*process, Some(*life)),
-            Event::PrefillTurn { prefill, life, .. }
-            | Event::WritePrefix { prefill, life }
-            | Event::MustHaveEnded { prefill, life, .. } => (Process::Prefill(*prefill), Some(*life)),
-            Event::Desk { decode, life } => (Process::Decode(*decode), Some(*life)),
+            Event::SenderTurn { process, life, .. }
+            | Event::WritePrefix { process, life }
+            | Event::MustHaveEnded { process, life, .. }
+            | Event::Desk { process, life } => (*process, Some(*life)),
             _ => return None,
         })
     }

@@ -1,4 +1,4 @@
-//! Prefixes that move from a prefill worker's cache to a decode worker's: what the two workers do beside the real core
+//! Prefixes that move from one worker's cache to another's, or to and from a KV store: what the two do beside the real core
 //! ([`baton_roles::exchange`]). Here are their streams to routers; `prefixes.rs` writes what is served.
 
 use std::collections::BTreeMap;
@@ -8,13 +8,13 @@ use baton_engine::{Exchange as Prefix, Time};
 use baton_handoff::FenceState;
 use baton_roles::exchange::{Answer, Command, Effect};
 use baton_roles::{Input, Refused, RoleCore, Ticket, WorkerCore};
-use baton_types::{ErrorKind, RequestId, SeqId};
+use baton_types::{RequestId, SeqId};
 
 use crate::Violation;
 use crate::control::{Call, Down, Link};
 use crate::decode::{Caller, answered, named, refusal};
 use crate::engine::Host;
-use crate::events::{Place, Process};
+use crate::events::Place;
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -68,20 +68,25 @@ pub(crate) fn addressed<R: RoleCore<Command = baton_roles::decode::Command>>(
 }
 
 impl World {
-    /// A router asks a decode worker to take a prefix.
-    pub(crate) fn asked_to_fetch(&mut self, place: Place, (link, made): (Link, u64), call: Call, prefix: PrefixAsk) {
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Decode(place)));
+    /// A router asks a worker to take a prefix.
+    pub(crate) fn asked_to_fetch<H: Host>(
+        &mut self,
+        place: Place,
+        (link, made): (Link, u64),
+        call: Call,
+        prefix: PrefixAsk,
+    ) {
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(H::process(place)));
         let time = prefix.time_left.min(self.lease);
         let prefix = prefix.prefix(size, now, time);
         // The checker's record: the tokens whose KV moves.
         let tokens = prefix.tokens[..prefix.moves(size) as usize].to_vec();
-        let decode = &mut self.decodes[place];
-        let ticket = decode.exchanging.ask(Caller { link, made, call, tokens, cancelled: false }, None);
-        decode.inbox.push_back(Input::Exchange(Command::Fetch { ticket, prefix }));
+        let ticket = H::exchanging(self, place).ask(Caller { link, made, call, tokens, cancelled: false }, None);
+        H::inbox(self, place).push_back(Input::Exchange(Command::Fetch { ticket, prefix }));
     }
 
-    /// A router asks a prefill worker to give a prefix.
-    pub(crate) fn asked_to_serve(
+    /// A router asks a worker to give a prefix.
+    pub(crate) fn asked_to_serve<H: Host>(
         &mut self,
         place: Place,
         (link, made): (Link, u64),
@@ -89,20 +94,20 @@ impl World {
         prefix: PrefixAsk,
         target: &[u8],
     ) {
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
+        let here = H::process(place);
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(here));
         let time = prefix.time_left.min(self.lease);
         let prefix = prefix.prefix(size, now, time);
         // A prefix waits for those before it, and they last no longer than a lease.
-        let mut aim = self.aim(place, time, prefix.moves(size) as usize);
+        let mut aim = self.aim(here, time, prefix.moves(size) as usize);
         aim.ends += self.by_any_clock(self.lease.as_micros() as Micros);
-        let (handoff, target) = match self.open_handoff(place, aim, target) {
+        let (handoff, target) = match self.open_handoff(here, aim, target) {
             Ok(opened) => opened,
             Err((kind, message)) => return self.send_down(link, made, Down::Ended(call, answered(kind, message))),
         };
-        let prefill = &mut self.prefills[place];
         let caller = Caller { link, made, call, tokens: Vec::new(), cancelled: false };
-        let ticket = prefill.exchanging.ask(caller, Some(handoff));
-        prefill.inbox.push_back(Input::Exchange(Command::Serve { ticket, prefix, target }));
+        let ticket = H::exchanging(self, place).ask(caller, Some(handoff));
+        H::inbox(self, place).push_back(Input::Exchange(Command::Serve { ticket, prefix, target }));
     }
 
     /// Cancels the prefixes for whose streams `gone` holds.
@@ -121,27 +126,28 @@ impl World {
         H::inbox(self, place).push_back(Input::Exchange(Command::Cancel(seq)));
     }
 
-    /// Carries out an effect; returns its answer, if it has one. Only decode workers fetch, and only prefill workers serve.
+    /// Carries out an effect; returns its answer, if it has one.
     pub(crate) fn exchange_effect<H: Host>(
         &mut self,
         place: Place,
         effect: Effect,
     ) -> Result<Option<Command>, Violation> {
+        let here = H::process(place);
         match effect {
             Effect::Accepted { ticket, outcome } => self.exchange_accepted::<H>(place, ticket, outcome)?,
             Effect::Say(seq, answer) => self.exchange_says::<H>(place, seq, answer),
             Effect::Lend(loan) => {
                 let epoch = loan.epoch;
-                self.decodes[place].fetches.insert(epoch);
-                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(place, loan)? }));
+                self.receivers[here].fetches.insert(epoch);
+                return Ok(Some(Command::Lent { epoch, outcome: self.lend_out(here, loan)? }));
             }
-            Effect::Release(epoch) => self.release(place, epoch)?,
+            Effect::Release(epoch) => self.release(here, epoch)?,
             Effect::Fence(epoch) => {
-                let state: FenceState = self.fence(place, epoch)?;
+                let state: FenceState = self.fence(here, epoch)?;
                 return Ok(Some(Command::FenceBegun { epoch, state }));
             }
-            Effect::Send { seq, pairs } => self.send_prefix(place, seq, pairs),
-            Effect::Abort(seq) => self.give_up_prefix(place, seq),
+            Effect::Send { seq, pairs } => self.send_prefix(here, seq, pairs),
+            Effect::Abort(seq) => self.give_up_prefix(here, seq),
             Effect::Fetched { .. } | Effect::Served(_) | Effect::Failed { .. } => {}
         }
         Ok(None)
@@ -153,12 +159,13 @@ impl World {
         ticket: Ticket,
         outcome: Result<SeqId, Refused>,
     ) -> Result<(), Violation> {
+        let here = H::process(place);
         let Some((caller, handoff)) = H::exchanging(self, place).tickets.remove(&ticket) else { return Ok(()) };
         match (outcome, handoff) {
             (Ok(seq), handoff) => {
                 match handoff {
-                    Some(id) => self.is_of_prefix(place, id, seq),
-                    None => drop(self.decodes[place].sequences.insert(seq, caller.tokens.clone())),
+                    Some(id) => self.is_of_prefix(here, id, seq),
+                    None => drop(self.receivers[here].sequences.insert(seq, caller.tokens.clone())),
                 }
                 match caller.cancelled {
                     true => H::inbox(self, place).push_back(Input::Exchange(Command::Cancel(seq))),
@@ -168,8 +175,8 @@ impl World {
             (Err(refused), handoff) => {
                 if let Some(id) = handoff {
                     // A handoff without a sequence is aborted.
-                    self.abort_handoff(place, id, false);
-                    self.reported(place)?;
+                    self.abort_handoff(here, id, false);
+                    self.reported(here)?;
                 }
                 self.send_down(caller.link, caller.made, Down::Ended(caller.call, refusal(&refused)));
             }
@@ -188,11 +195,5 @@ impl World {
             Answer::Failed(kind, message) => self.send_down(link, made, Down::Ended(call, answered(kind, message))),
             answer => self.send_down(link, made, Down::Moved(call, answer)),
         }
-    }
-
-    /// A worker that is asked for what simulated workers of its role do not do.
-    pub(crate) fn refuse_exchange(&mut self, (link, made): (Link, u64), call: Call) {
-        let end = answered(ErrorKind::InvalidArgument, "another worker was meant".into());
-        self.send_down(link, made, Down::Ended(call, end));
     }
 }

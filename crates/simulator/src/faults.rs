@@ -53,11 +53,13 @@ pub enum Fault {
     DrainCut,
     /// The disk of a worker's store failed, or gave other bytes than were written.
     Store,
+    /// A KV store died, drained, stood still or could not be reached.
+    KvStore,
 }
 
 impl Fault {
     /// Every kind.
-    pub const ALL: [Fault; 21] = [
+    pub const ALL: [Fault; 22] = [
         Fault::Drop,
         Fault::Double,
         Fault::Swap,
@@ -79,6 +81,7 @@ impl Fault {
         Fault::Clocks,
         Fault::DrainCut,
         Fault::Store,
+        Fault::KvStore,
     ];
 
     /// The kinds from `Corrupt` to `Join`. They strike at random times, except `Miscopy` and `StepFails`, which have rates.
@@ -87,7 +90,7 @@ impl Fault {
     /// Whether no request may fail because of it.
     pub(crate) fn costs_nothing(self) -> bool {
         use Fault::*;
-        matches!(self, RegistryDown | RegistryEmptied | Drain | Join | Clocks | Store)
+        matches!(self, RegistryDown | RegistryEmptied | Drain | Join | Clocks | Store | KvStore)
     }
 
     /// Whether a connection that stays open does not deliver each frame once and in order. No real connection does that.
@@ -111,6 +114,8 @@ pub struct Faults {
     pub step: u32,
     /// Reads and writes of workers' stores that go wrong, per mille.
     pub store: u32,
+    /// Longest time from one fault of a KV store to the next, microseconds; 0: there are none.
+    pub kv_store: u64,
     /// Kinds of faults that may strike at random times.
     pub strikes: Vec<Fault>,
     /// Longest time from one chance for a random fault to the next, microseconds.
@@ -135,6 +140,7 @@ impl Faults {
             miscopy: 0,
             step: 0,
             store: 0,
+            kv_store: 0,
             strikes: Vec::new(),
             pause: 50_000,
             slowness: 100,
@@ -186,6 +192,14 @@ impl Faults {
         let store =
             if random.chance(500) && !without.contains(&Fault::Store) { random.within(1, 200) as u32 } else { 0 };
         Faults { store, ..self }
+    }
+
+    /// Chooses how often faults strike KV stores, without drawing from the seed's main sequence.
+    pub(crate) fn with_kv_stores(self, seed: u64, without: &BTreeSet<Fault>) -> Faults {
+        let random = &mut Random(mix(seed ^ 59));
+        let strikes = random.chance(700) && !without.contains(&Fault::KvStore);
+        let kv_store = if strikes { [100_000, 500_000, 2_000_000][random.below(3) as usize] } else { 0 };
+        Faults { kv_store, ..self }
     }
 
     pub(crate) fn delay(&self, random: &mut Random) -> Micros {

@@ -1,12 +1,12 @@
-//! How a session at a prefill worker begins: the calling side of the handshake, and over TCP the further connections that join it.
+//! How a session at the worker that gives KV begins: the calling side of the handshake, and over TCP the further connections that join it.
 
 use baton_handoff::{Frame, FrameLimits, Hello, JoinTicket, Over};
 use baton_handoff::{TransferError, TransportKind, join_until};
 use baton_types::WorkerId;
 
 use crate::end::End;
-use crate::events::{Event, Place, Process};
-use crate::prefill_session::{Phase, PrefillSession, Stop};
+use crate::events::{Event, Process};
+use crate::sender_session::{Phase, SenderSession, Stop};
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -21,14 +21,14 @@ pub(crate) struct Asked {
 
 impl World {
     /// Sends the first messages of a handshake, which may have to be over by `until`.
-    pub(crate) fn call(&mut self, place: Place, session: &mut PrefillSession, until: Option<Micros>) {
-        let prefill = &self.prefills[place];
-        let (me, peer) = (prefill.id, session.peer);
+    pub(crate) fn call(&mut self, here: Process, session: &mut SenderSession, until: Option<Micros>) {
+        let sender = &self.senders[here];
+        let (me, peer) = (sender.id, session.peer);
         let outbox = &mut session.own().outbox;
         outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
         outbox.push_bytes(Frame::Identify { me, you: peer, over: Over::Stream }.encode());
         if let Some(until) = until {
-            self.plan_prefill_turn(place, session.serial, until);
+            self.plan_sender_turn(here, session.serial, until);
         }
     }
 
@@ -49,7 +49,7 @@ impl World {
     }
 
     /// Continues the calling side of the handshake.
-    pub(crate) fn greeting(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+    pub(crate) fn greeting(&mut self, here: Process, session: &mut SenderSession) -> Result<(), Stop> {
         self.receive(session.own());
         let (until, seen) = match &mut session.phase {
             Phase::Greeting { until, hello_seen } => (*until, hello_seen),
@@ -67,15 +67,15 @@ impl World {
             return match (frame, &session.phase) {
                 (Frame::Welcome { ticket, .. }, Phase::Greeting { .. }) => {
                     let more = ticket.filter(|_| session.kind == TransportKind::Tcp);
-                    more.into_iter().for_each(|ticket| self.ask_to_join(place, session, ticket, until));
+                    more.into_iter().for_each(|ticket| self.ask_to_join(here, session, ticket, until));
                     if session.asked.is_empty() {
-                        self.opened(place, session);
+                        self.opened(here, session);
                     }
                     Ok(())
                 }
                 (Frame::Welcome { .. }, Phase::Excusing { .. }) => {
-                    self.milestone("told", Process::Prefill(place));
-                    self.excused(place, session);
+                    self.milestone("told", here);
+                    self.excused(here, session);
                     Ok(())
                 }
                 (other, _) => Err(cannot(format!("{other:?}"))),
@@ -88,9 +88,9 @@ impl World {
     }
 
     /// Opens the further connections of a session. Some break meanwhile.
-    fn ask_to_join(&mut self, place: Place, session: &mut PrefillSession, ticket: JoinTicket, last: Micros) {
+    fn ask_to_join(&mut self, here: Process, session: &mut SenderSession, ticket: JoinTicket, last: Micros) {
         for stream in 1..self.random.within(1, CONNECTIONS) as u8 {
-            let line = self.connect(place, session.decode, session.serial, session.kind);
+            let line = self.connect(here, session.to, session.serial, session.kind);
             let mut end = End::new(line, stream.into());
             end.outbox.push_bytes(Hello { fingerprint: self.geometry.layout.fingerprint() }.encode());
             end.outbox.push_bytes(Frame::Join { ticket, stream }.encode());
@@ -101,16 +101,16 @@ impl World {
             }
         }
         if !session.asked.is_empty() {
-            let process = Process::Prefill(place);
+            let process = here;
             let until = join_until(self.clock_at(process, last), self.clock_now(process));
             let until = self.micros(process, until);
             session.phase = Phase::Joining { until };
-            self.plan_prefill_turn(place, session.serial, until);
+            self.plan_sender_turn(here, session.serial, until);
         }
     }
 
     /// Takes in the connections that join in time, and gives up the others.
-    pub(crate) fn joining(&mut self, place: Place, session: &mut PrefillSession, until: Micros) {
+    pub(crate) fn joining(&mut self, here: Process, session: &mut SenderSession, until: Micros) {
         for mut asked in std::mem::take(&mut session.asked) {
             self.receive(&mut asked.end);
             match self.has_joined(&mut asked) {
@@ -126,7 +126,7 @@ impl World {
             }
         }
         if session.asked.is_empty() {
-            self.opened(place, session);
+            self.opened(here, session);
         }
     }
 

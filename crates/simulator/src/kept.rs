@@ -1,7 +1,7 @@
 //! A worker's own store below its pool: the real core ([`baton_kv_store::Store`]) over a simulated disk, and the threads that copy. What a disk has
 //! written outlives the worker's process. `storing.rs` connects it to the worker.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use baton_engine::fake::KvMemory;
 use baton_kv_store::{
@@ -55,6 +55,8 @@ pub(crate) struct Kept {
     answers: BTreeMap<Ticket, Answer>,
     next: Ticket,
     moves: VecDeque<Copying>,
+    /// Blocks that the process before this one had written to disk, and this one has not saved.
+    inherited: BTreeSet<BlockName>,
     /// The checker's record: blocks that loads write to, and that saves read.
     pub written: BTreeMap<SeqId, Vec<(usize, BlockId)>>,
     pub read: BTreeMap<SeqId, Vec<(usize, BlockId)>>,
@@ -82,6 +84,7 @@ impl Kept {
             answers: BTreeMap::new(),
             next: 0,
             moves: VecDeque::new(),
+            inherited: BTreeSet::new(),
             written: BTreeMap::new(),
             read: BTreeMap::new(),
             awake: false,
@@ -95,7 +98,9 @@ impl Kept {
 
     /// What the next process at this place finds: what is on disk.
     pub(crate) fn again(self, layout: &KvLayout, seed: u64) -> Kept {
-        Kept { disk: self.disk, careless: self.careless, ..Kept::new(layout, seed) }
+        let heads = self.disk.values().map(|record| Head::parse(&self.shape, &record[..self.shape.head_bytes()]));
+        let inherited = heads.flatten().map(|head| head.block.key.name).collect();
+        Kept { disk: self.disk, careless: self.careless, inherited, ..Kept::new(layout, seed) }
     }
 
     /// The layer groups of each leading block that is held.
@@ -123,6 +128,12 @@ impl Kept {
 
     pub(crate) fn give_up(&mut self, seq: SeqId) {
         self.moves.iter_mut().filter(|moving| moving.what.seq == seq).for_each(|moving| moving.failed = true);
+    }
+
+    /// Whether some of what a load has brought was written by the process before this one.
+    pub(crate) fn has_inherited(&self, what: &Move) -> bool {
+        let copies = what.copies(self.shape.block_size()).into_iter().filter(|copy| copy.groups != 0);
+        { copies }.any(|copy| self.inherited.contains(&copy.name))
     }
 
     /// Whether its threads touch a sequence's blocks.
@@ -290,6 +301,7 @@ impl Kept {
             pool.load(geometry.block_range(part.group, part.layer, copy.blocks[part.group]).start, to);
         }
         let digests = self.shape.digests(copy.groups, &self.buffers[buffer.0 as usize][begin..]);
+        self.inherited.remove(&copy.name);
         self.feed(Input::Filled(ticket, Some(digests)), now);
         true
     }

@@ -6,8 +6,10 @@
 //! - membership ([`baton_membership`]);
 //! - the two roles, their step loop, and how a worker drains ([`baton_roles`]);
 //! - the engine and its block pools, over the fake model;
-//! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that decode workers fetch from prefill workers;
-//! - in a third of the runs, a store below each worker's pool ([`baton_kv_store`]), what is loaded from it and what is saved there.
+//! - the handoff protocol, byte for byte ([`baton_handoff`]), for requests and for prefixes that workers fetch from others;
+//! - in a third of the runs, a store below each worker's pool ([`baton_kv_store`]), what is loaded from it and what is saved there;
+//! - in a third of the runs, KV stores that are processes of their own: routers have them take what workers computed
+//!   ([`baton_policy::Fleet::keep`]), and workers fetch from them. Some have tiers below their pools.
 //!
 //! Only sockets, threads, clocks and the model are replaced. Separate checkers, with records of their own, check these invariants:
 //!
@@ -23,6 +25,8 @@
 //!   the end all are free or cached on both sides, and no stream or reservation is left.
 //! - I7: while the registry is down, no router forgets a serving worker.
 //! - Leases: a request that waits for a worker has no stream open, and at the end no router counts a request on a worker.
+//! - KV stores: what a router has one take is KV that it lacks, from a worker with the same kind of KV, and nothing is asked of one that drains or
+//!   was silent just now. No prompt is placed on one. Whatever happens to stores, no request fails.
 //! - Reported once, agreement: each side reports each outcome once, and the two sides never contradict each other.
 //! - Delivery: without faults, something fails only because its owner withdrew it, its deadline passed, or there was no room.
 //!
@@ -33,14 +37,15 @@
 mod accounting;
 mod arrival;
 mod arriving;
+mod books;
 mod cache_news;
 mod client;
 mod clocks;
 mod control;
 mod copying;
 mod decode;
-mod decode_session;
 mod end;
+mod ends;
 mod engine;
 mod events;
 mod exchange;
@@ -49,6 +54,8 @@ mod fetched;
 mod handoffs;
 mod joining;
 mod kept;
+mod kv_store;
+mod kv_store_life;
 mod lending;
 mod lifecycle;
 mod membership;
@@ -56,12 +63,13 @@ mod opening;
 mod outbox;
 mod pool;
 mod prefill;
-mod prefill_session;
 mod prefixes;
 mod processes;
+mod receiver_session;
 mod router;
 mod sabotage;
 mod scenario;
+mod sender_session;
 pub mod serving;
 mod session_life;
 mod settings;
@@ -113,6 +121,8 @@ pub struct Sizes {
     pub prefills: Option<u32>,
     /// Decode workers.
     pub decodes: Option<u32>,
+    /// KV stores.
+    pub stores: Option<u32>,
 }
 
 /// What to simulate.
@@ -126,6 +136,8 @@ pub struct Options {
     pub lease: Option<u64>,
     /// The cluster's size.
     pub sizes: Sizes,
+    /// Prefixes move only to KV stores: no worker fetches any.
+    pub only_keeps: bool,
     /// No faults at all, only random timing.
     pub calm: bool,
     /// Faults to use instead of those the seed chooses.
@@ -148,6 +160,7 @@ impl Default for Options {
             every: None,
             lease: None,
             sizes,
+            only_keeps: false,
             calm: false,
             faults: None,
             rules,

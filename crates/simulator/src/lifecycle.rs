@@ -6,7 +6,7 @@ use baton_membership::{Member, RenewalInput};
 use baton_roles::{Drain, DrainEffect, DrainInput, Input};
 
 use crate::Violation;
-use crate::events::{Event, Line, Place, Process};
+use crate::events::{Event, Life, Line, Place, Process};
 use crate::faults::Fault;
 use crate::stream::Micros;
 use crate::world::{Connection, World};
@@ -32,6 +32,7 @@ impl World {
             }
             Process::Prefill(place) => self.restart_prefill(place, again),
             Process::Decode(place) => self.restart_decode(place, again),
+            Process::KvStore(place) => self.restart_kv_store(place, again),
             Process::Registry => Ok(()),
         };
         if let Err(violation) = outcome {
@@ -42,18 +43,22 @@ impl World {
     fn restart_decode(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
         let kept = self.decodes[place].kept.take();
-        let next = crate::decode::Decode::new(self, life, self.limits.clone(), kept)?;
+        let (next, receiver, sender) = crate::decode::Decode::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.decodes[place], next);
-        self.cut_lines(|connection| connection.decode_life == before.life, false);
+        self.receivers.set(Process::Decode(place), receiver);
+        self.senders.set(Process::Decode(place), sender);
+        self.cut_ends(before.life);
         self.begin_life(Process::Decode(place), again)
     }
 
     pub(crate) fn restart_prefill(&mut self, place: Place, again: bool) -> Result<(), Violation> {
         let life = self.life();
         let kept = self.prefills[place].kept.take();
-        let next = crate::prefill::Prefill::new(self, life, kept)?;
+        let (next, receiver, sender) = crate::prefill::Prefill::new(self, life, kept)?;
         let before = std::mem::replace(&mut self.prefills[place], next);
-        self.cut_lines(|connection| connection.prefill_life == before.life, true);
+        self.receivers.set(Process::Prefill(place), receiver);
+        self.senders.set(Process::Prefill(place), sender);
+        self.cut_ends(before.life);
         self.begin_life(Process::Prefill(place), again)
     }
 
@@ -69,13 +74,20 @@ impl World {
         }
     }
 
-    fn begin_life(&mut self, process: Process, again: bool) -> Result<(), Violation> {
+    /// Cuts the connections of a process that has died.
+    pub(crate) fn cut_ends(&mut self, life: Life) {
+        self.cut_lines(|connection| connection.to_life == life, false);
+        self.cut_lines(|connection| connection.from_life == life, true);
+    }
+
+    pub(crate) fn begin_life(&mut self, process: Process, again: bool) -> Result<(), Violation> {
         if again {
             return self.register(process);
         }
         match process {
             Process::Prefill(place) => self.prefills[place].alive = false,
             Process::Decode(place) => self.decodes[place].alive = false,
+            Process::KvStore(place) => self.kv_stores[place].alive = false,
             _ => {}
         }
         Ok(())
@@ -140,13 +152,16 @@ impl World {
                 match process {
                     Process::Prefill(place) => self.prefills[place].inbox.push_back(Input::Drain),
                     Process::Decode(place) => self.decodes[place].inbox.push_back(Input::Drain),
+                    Process::KvStore(place) => self.kv_stores[place].inbox.push_back(Input::Drain),
                     _ => {}
                 }
                 self.wake_engine(process);
             }
             DrainEffect::CutOff(sequences) => {
                 self.note(|| format!("{process} leaves with {sequences} sequences"));
-                self.faults.count(Fault::DrainCut);
+                if !matches!(process, Process::KvStore(_)) {
+                    self.faults.count(Fault::DrainCut);
+                }
                 self.milestone("drain-cut", process);
             }
             DrainEffect::Revoke => {
@@ -183,14 +198,20 @@ impl World {
         let life = self.life();
         let process = match decode {
             true => {
-                let next = crate::decode::Decode::new(self, life, self.limits.clone(), None)?;
+                let (next, receiver, sender) = crate::decode::Decode::new(self, life, None)?;
                 self.decodes.push(next);
-                Process::Decode(self.decodes.len() - 1)
+                let process = Process::Decode(self.decodes.len() - 1);
+                self.receivers.set(process, receiver);
+                self.senders.set(process, sender);
+                process
             }
             false => {
-                let next = crate::prefill::Prefill::new(self, life, None)?;
+                let (next, receiver, sender) = crate::prefill::Prefill::new(self, life, None)?;
                 self.prefills.push(next);
-                Process::Prefill(self.prefills.len() - 1)
+                let process = Process::Prefill(self.prefills.len() - 1);
+                self.receivers.set(process, receiver);
+                self.senders.set(process, sender);
+                process
             }
         };
         self.give_clock(process);

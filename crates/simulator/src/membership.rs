@@ -84,6 +84,7 @@ impl World {
     pub(crate) fn member(&self, process: Process) -> Member {
         let (role, id) = match process {
             Process::Prefill(_) => (Role::Prefill, self.id_of(process)),
+            Process::KvStore(_) => (Role::KvStore, self.id_of(process)),
             _ => (Role::Decode, self.id_of(process)),
         };
         Member {
@@ -100,7 +101,10 @@ impl World {
             context_tokens: 4096,
             draining: false,
             late_targets: true,
-            exchanges: 1,
+            exchanges: match process {
+                Process::KvStore(place) if self.kv_store_plan.other == Some(place) => 2,
+                _ => 1,
+            },
             kv_secret: 0,
         }
     }

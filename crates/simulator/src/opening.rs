@@ -1,4 +1,4 @@
-//! How a prefill worker opens handoffs, and what must hold of their ends (I5, delivery).
+//! How a worker opens handoffs, and what must hold of their ends (I5, delivery).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,8 +8,8 @@ use baton_roles::prefill::{Target, check_target};
 use baton_types::{BatonError, Epoch, ErrorKind, SeqId, WorkerId};
 
 use crate::Violation;
-use crate::events::{Event, Place, Process, Serial};
-use crate::prefill::Told;
+use crate::ends::Told;
+use crate::events::{Event, Process, Serial};
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -23,7 +23,7 @@ const ANSWER: Micros = 600_000;
 pub(crate) struct Handoff {
     pub writes: Writes,
     pub peer: WorkerId,
-    pub decode: Place,
+    pub to: Process,
     /// The session it was begun at.
     pub session: Serial,
     pub seq: Option<SeqId>,
@@ -63,11 +63,11 @@ pub(crate) struct Aim {
 
 impl World {
     /// For a handoff of so many tokens that has so much time.
-    pub(crate) fn aim(&self, place: Place, time: Duration, tokens: usize) -> Aim {
+    pub(crate) fn aim(&self, here: Process, time: Duration, tokens: usize) -> Aim {
         let left = time.as_micros() as Micros;
         Aim {
             tokens,
-            deadline: self.clock_now(Process::Prefill(place)) + time,
+            deadline: self.clock_now(here) + time,
             due: self.now + left.saturating_sub(self.by_any_clock(left) - left),
             ends: self.now + self.by_any_clock(left + self.bound()),
         }
@@ -76,7 +76,7 @@ impl World {
     /// Opens the handoff into a target. Returns its number.
     pub(crate) fn open_handoff(
         &mut self,
-        place: Place,
+        here: Process,
         aim: Aim,
         target: &[u8],
     ) -> Result<(u64, Target), (ErrorKind, String)> {
@@ -84,37 +84,27 @@ impl World {
         let Aim { tokens, deadline, due, ends } = aim;
         let layout = self.geometry.layout.clone();
         let target = Descriptor::parse(target, &layout, false).map_err(|e| refused(&e))?;
-        let decode: Place = target.address.parse().unwrap_or_default();
-        let prefill = &self.prefills[place];
-        let writes = Writes::new(&target, prefill.id, &prefill.memory.geometry, &self.limits, deadline);
+        let to = self.process_at(&target.address).filter(|to| self.receivers.has(*to));
+        let to = to.ok_or_else(|| (ErrorKind::InvalidArgument, "nobody takes KV there".to_owned()))?;
+        let sender = &self.senders[here];
+        let writes = Writes::new(&target, sender.id, &sender.memory.geometry, &self.limits, deadline);
         let writes = writes.map_err(|e| refused(&e))?;
-        let session = self.begin(place, decode, target.worker, writes.core()).map_err(|e| refused(&e))?;
-        let prefill = &mut self.prefills[place];
-        prefill.next += 1;
-        let (id, life) = (prefill.next, prefill.life);
+        let session = self.begin(here, to, target.worker, writes.core()).map_err(|e| refused(&e))?;
+        let sender = &mut self.senders[here];
+        sender.next += 1;
+        let (id, life) = (sender.next, sender.life);
         let (seq, prefix, ended, quarantined) = (None, false, false, false);
-        prefill.handoffs.insert(
+        sender.handoffs.insert(
             id,
-            Handoff {
-                writes,
-                peer: target.worker,
-                decode,
-                session,
-                seq,
-                prefix,
-                ended,
-                quarantined,
-                completed: None,
-                due,
-            },
+            Handoff { writes, peer: target.worker, to, session, seq, prefix, ended, quarantined, completed: None, due },
         );
         let ends = ends.max(self.now + self.bound());
-        self.events.plan(ends, Event::MustHaveEnded { prefill: place, life, handoff: id });
+        self.events.plan(ends, Event::MustHaveEnded { process: here, life, handoff: id });
         if let Err(error) = check_target(&layout, target.tokens, &target.first, &target.counts, tokens) {
-            self.abort_handoff(place, id, false);
+            self.abort_handoff(here, id, false);
             return Err(refused(&error));
         }
-        self.wake_prefill(place, session);
+        self.wake_sender(here, session);
         Ok((id, Target { tokens: target.tokens, first: target.first }))
     }
 
@@ -124,15 +114,15 @@ impl World {
     }
 
     /// I5: a handoff's end must have been reported by now. For a frozen worker the bound counts from the end of the freeze.
-    pub(crate) fn must_have_ended(&mut self, place: Place, handoff: u64) -> Result<(), Violation> {
-        let prefill = &self.prefills[place];
-        let Some(late) = prefill.handoffs.get(&handoff) else { return Ok(()) };
-        let again = prefill.frozen.map_or(0, |(_, until)| until) + self.bound();
+    pub(crate) fn must_have_ended(&mut self, here: Process, handoff: u64) -> Result<(), Violation> {
+        let sender = &self.senders[here];
+        let Some(late) = sender.handoffs.get(&handoff) else { return Ok(()) };
+        let again = self.thawed_at(here) + self.bound();
         if self.now >= again {
-            let what = format!("prefill {place}: {} has not ended in time, failed {:?}", late.epoch(), late.failed());
+            let what = format!("{here}: {} has not ended in time, failed {:?}", late.epoch(), late.failed());
             return Err(self.violation("I5", what));
         }
-        self.events.plan(again, Event::MustHaveEnded { prefill: place, life: prefill.life, handoff });
+        self.events.plan(again, Event::MustHaveEnded { process: here, life: sender.life, handoff });
         Ok(())
     }
 
@@ -162,15 +152,9 @@ impl World {
     }
 
     /// Begins a handoff at the session to a worker.
-    fn begin(
-        &mut self,
-        place: Place,
-        decode: Place,
-        peer: WorkerId,
-        core: &Arc<Core>,
-    ) -> Result<Serial, TransferError> {
-        let serial = self.session_to(place, decode, peer);
-        match self.prefills[place].sessions.get_mut(&serial) {
+    fn begin(&mut self, here: Process, to: Process, peer: WorkerId, core: &Arc<Core>) -> Result<Serial, TransferError> {
+        let serial = self.session_to(here, to, peer);
+        match self.senders[here].sessions.get_mut(&serial) {
             Some(session) => session.line.begin(core.clone()).map(|()| serial),
             None => Err(TransferError::Closed),
         }

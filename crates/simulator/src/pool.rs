@@ -50,6 +50,11 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
         Memory { bytes: Bytes(SharedMemory::new(geometry.bytes())), geometry, owners }
     }
 
+    /// The same pool, with owners of another kind.
+    pub(crate) fn shared<Other: Copy + PartialEq + std::fmt::Debug>(&self) -> Memory<Other> {
+        Memory { bytes: self.bytes.clone(), ..Memory::new(self.geometry.clone()) }
+    }
+
     /// Reads `len` bytes at `offset`.
     pub(crate) fn read(&self, (offset, len): (usize, usize)) -> Vec<u8> {
         let mut bytes = vec![0; len];
@@ -83,6 +88,10 @@ impl<Owner: Copy + PartialEq + std::fmt::Debug> Memory<Owner> {
     /// Removes `owner` from all blocks.
     pub(crate) fn give_back(&mut self, owner: Owner) {
         self.owners.iter_mut().flatten().for_each(|owners| owners.retain(|other| *other != owner));
+    }
+
+    pub(crate) fn is_owner(&self, group: usize, block: BlockId, owner: Owner) -> bool {
+        self.owners[group].get(block.0 as usize).is_some_and(|owners| owners.contains(&owner))
     }
 
     /// A block's first owner.

@@ -1,11 +1,9 @@
 //! A prefill worker: the real role and engine. This file adds the streams to routers, the handoffs and their sessions.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::sync::Arc;
 
 use baton_engine::{Engine, NewSequence, Start};
-use baton_handoff::{Op, PathTable, TransferError, TransferStats};
 use baton_policy::PrefillWord;
 use baton_roles::prefill::{Answer, Command, Effect};
 use baton_roles::{Drain, Input, Prefill as Role, StepLaunch, Ticket, WorkerCore};
@@ -13,35 +11,17 @@ use baton_types::{ErrorKind, PoolGeometry, SeqId, WorkerId};
 
 use crate::control::{Ask, Call, Down, Link, Up};
 use crate::decode::{Caller, answered, refusal, sequence};
+use crate::ends::{Receiver, Sender};
 use crate::engine::{Host, Thread};
-use crate::events::{Life, Place, Process, Serial};
+use crate::events::{Life, Place, Process};
 use crate::exchange::Exchanging;
 use crate::kept::Kept;
 use crate::membership::Registration;
-use crate::opening::{Aim, Handoff};
+use crate::opening::Aim;
 use crate::pool::{Blocks, Bytes, Memory};
-use crate::prefill_session::PrefillSession;
-use crate::prefixes::Job;
 use crate::stream::Micros;
 use crate::world::World;
 use crate::{Sabotage, Violation};
-
-/// What a handoff's owner is told.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) enum Told {
-    Done(Result<TransferStats, TransferError>),
-    Quiet,
-}
-
-/// What callbacks were told, each with its handoff's number.
-type Reports = Arc<Mutex<Vec<(u64, Told)>>>;
-
-/// A write that waits for room.
-pub(crate) struct Waiting {
-    pub handoff: u64,
-    pub op: Op,
-    pub patience: Instant,
-}
 
 /// A request that came without a target.
 struct Unaimed {
@@ -57,7 +37,6 @@ pub(crate) struct Prefill {
     pub life: Life,
     pub id: WorkerId,
     pub alive: bool,
-    pub memory: Memory<u64>,
     pub thread: Option<Thread<Role>>,
     pub inbox: VecDeque<Input<Command>>,
     pub registration: Option<Registration>,
@@ -65,25 +44,20 @@ pub(crate) struct Prefill {
     pub callers: BTreeMap<SeqId, Caller>,
     /// Streams of requests that came without a target.
     unaimed: BTreeMap<Call, Unaimed>,
-    pub handoffs: BTreeMap<u64, Handoff>,
-    pub waiting: VecDeque<Waiting>,
     pub exchanging: Exchanging,
     /// Its own store.
     pub kept: Option<Kept>,
-    /// Prefixes that are served, in the order in which they are written.
-    pub jobs: VecDeque<Job>,
-    pub next: u64,
-    pub sessions: BTreeMap<Serial, PrefillSession>,
-    /// The last session to each worker.
-    pub latest: BTreeMap<WorkerId, Serial>,
-    pub paths: PathTable,
-    pub reports: Reports,
     pub frozen: Option<(Micros, Micros)>,
     pub drain: Drain,
 }
 
 impl Prefill {
-    pub(crate) fn new(world: &World, life: Life, before: Option<Kept>) -> Result<Prefill, Violation> {
+    /// A worker and its ends. `before`: the store of the process before it at this place.
+    pub(crate) fn new(
+        world: &World,
+        life: Life,
+        before: Option<Kept>,
+    ) -> Result<(Prefill, Receiver, Sender), Violation> {
         let geometry = world.geometry.clone();
         let memory = Memory::new(geometry.clone());
         let mut engine = Engine::new(world.engine, &geometry).map_err(|e| world.violation("set-up", e.to_string()))?;
@@ -94,54 +68,47 @@ impl Prefill {
         }
         let core = WorkerCore::new(engine, Role::new(layout.clone()), layout, world.lease, world.overlaps);
         let model = world.model(&memory.bytes);
-        Ok(Prefill {
+        let prefill = Prefill {
             life,
             id: WorkerId(life),
             alive: true,
             thread: Some(Thread::new(core, model, geometry.layout.layers() as u32)),
-            memory,
             inbox: VecDeque::new(),
             registration: None,
             tickets: BTreeMap::new(),
             callers: BTreeMap::new(),
             unaimed: BTreeMap::new(),
-            handoffs: BTreeMap::new(),
-            waiting: VecDeque::new(),
             exchanging: Exchanging::default(),
             kept: world.store_for(life, before),
-            jobs: VecDeque::new(),
-            next: 0,
-            sessions: BTreeMap::new(),
-            latest: BTreeMap::new(),
-            paths: PathTable::default(),
-            reports: Reports::default(),
             frozen: None,
             drain: Drain::default(),
-        })
+        };
+        let receiver = Receiver::new(life, memory.shared(), world.limits.clone());
+        Ok((prefill, receiver, Sender::new(life, memory)))
     }
 
+    /// Whether no request is left and every block is free, cached or in quarantine.
     pub(crate) fn is_quiet(&self) -> bool {
         let Some(thread) = &self.thread else { return !self.alive };
-        self.inbox.is_empty() && thread.core.snapshot().idle
+        let snapshot = thread.core.snapshot();
+        let aside = snapshot.blocks.quarantined + snapshot.blocks.free + snapshot.blocks.cached;
+        self.inbox.is_empty() && snapshot.running + snapshot.waiting == 0 && aside == snapshot.blocks.total
     }
 
     /// I6 at the end of a run: nothing is held.
-    pub(crate) fn check_free(&self) -> Result<(), String> {
+    pub(crate) fn check_free(&self, receiver: &Receiver, sender: &Sender) -> Result<(), String> {
         let Some(thread) = &self.thread else { return Ok(()) };
         let (snapshot, streams) = (thread.core.snapshot(), thread.core.role().streams());
-        let held = (streams, self.handoffs.len(), self.callers.len());
-        let moved = (thread.core.exchange().streams(), self.exchanging.callers.len(), self.jobs.len());
-        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) {
+        let held = (streams, sender.handoffs.len(), self.callers.len());
+        let moved = (thread.core.exchange().streams(), self.exchanging.callers.len(), sender.jobs.len());
+        let lent = (thread.core.exchange().epochs(), receiver.ledger.stats().reservations);
+        match snapshot.idle && held == (0, 0, 0) && moved == (0, 0, 0) && lent == ((0, 0), 0) {
             true => Ok(()),
             false => Err(format!(
-                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}",
+                "{}: {snapshot:?}; streams, handoffs, callers: {held:?}; prefixes, their callers, jobs: {moved:?}; epochs, reservations: {lent:?}",
                 self.id
             )),
         }
-    }
-
-    pub(crate) fn of(&self, seq: SeqId) -> Option<u64> {
-        self.handoffs.iter().find(|(_, handoff)| handoff.seq == Some(seq)).map(|(id, _)| *id)
     }
 }
 
@@ -171,12 +138,12 @@ impl Host for PrefillHost {
     }
 
     fn pool(world: &World, place: Place) -> (Bytes, PoolGeometry) {
-        let memory = &world.prefills[place].memory;
+        let memory = &world.senders[Process::Prefill(place)].memory;
         (memory.bytes.clone(), memory.geometry.clone())
     }
 
     fn compare(world: &World, place: Place, tokens: &[u32], first: &[u32], blocks: &Blocks) -> Result<(), String> {
-        world.prefills[place].memory.compare(tokens, first, blocks)
+        world.senders[Process::Prefill(place)].memory.compare(tokens, first, blocks)
     }
 
     fn brings(command: &Command) -> Option<&NewSequence> {
@@ -191,29 +158,15 @@ impl Host for PrefillHost {
     }
 
     fn stored(world: &mut World, place: Place, launch: &mut StepLaunch, layer: u32) -> Result<bool, Violation> {
-        world.layer_stored(place, launch, layer)
+        world.layer_stored(Process::Prefill(place), launch, layer)
     }
 
-    /// I3: no step writes to a block that a handoff reads.
+    /// I3: no step touches a block that a peer may write to, or writes to one that a handoff reads.
     fn inspect(world: &mut World, place: Place, core: &mut WorkerCore<Role>, step: u64) -> Result<(), Violation> {
-        let memory = &world.prefills[place].memory;
-        let size = memory.geometry.layout.block_size as usize;
-        let read = core.with_batch(step, |batch| {
-            batch.rows.iter().find_map(|row| {
-                let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));
-                row.tables.iter().enumerate().find_map(|(group, table)| {
-                    let written = table.blocks().get(from..to).unwrap_or_default();
-                    written.iter().find_map(|block| memory.owner(group, *block).map(|id| (group, *block, id)))
-                })
-            })
-        });
-        match read.flatten() {
-            Some((group, block, id)) => {
-                let what = format!("prefill {place} writes to {block} of group {group}, which handoff {id} reads");
-                Err(world.violation("I3", what))
-            }
-            None => Ok(()),
-        }
+        let here = Process::Prefill(place);
+        world.touches_nothing_lent(here, core, step)?;
+        world.count_fetched(here, core, step);
+        world.writes_nothing_read(here, core, step)
     }
 }
 
@@ -241,8 +194,10 @@ impl World {
                 let end = answered(ErrorKind::InvalidArgument, "not a decode worker".into());
                 self.send_down(link, made, Down::Ended(call, end));
             }
-            Up::Serve { call, prefix, target } => self.asked_to_serve(place, (link, made), call, prefix, &target),
-            Up::Fetch { call, .. } => self.refuse_exchange((link, made), call),
+            Up::Serve { call, prefix, target } => {
+                self.asked_to_serve::<PrefillHost>(place, (link, made), call, prefix, &target);
+            }
+            Up::Fetch { call, prefix } => self.asked_to_fetch::<PrefillHost>(place, (link, made), call, prefix),
             Up::Probe => {}
         }
         self.wake_engine(Process::Prefill(place));
@@ -262,18 +217,20 @@ impl World {
         } else {
             Process::Prefill(place)
         };
-        let mut aim = self.aim(place, ask.time_left, ask.tokens.len());
+        let here = Process::Prefill(place);
+        let mut aim = self.aim(here, ask.time_left, ask.tokens.len());
         aim.deadline = self.clock_now(clock) + ask.time_left;
-        let opened = target.map(|target| self.open_handoff(place, aim, target)).transpose()?;
-        let (size, now) = (self.geometry.layout.block_size, self.engine_now(Process::Prefill(place)));
+        let opened = target.map(|target| self.open_handoff(here, aim, target)).transpose()?;
+        let (size, now) = (self.geometry.layout.block_size, self.engine_now(here));
         let new = sequence(ask, size, Start::ComputeAndHold, now);
         let prefill = &mut self.prefills[place];
         let (id, target) = match opened {
             Some((id, target)) => (id, Some(target)),
             None => {
-                prefill.next += 1;
+                let sender = &mut self.senders[here];
+                sender.next += 1;
                 prefill.unaimed.insert(caller.call, Unaimed { aim, seq: None, target: None });
-                (prefill.next, None)
+                (sender.next, None)
             }
         };
         let ticket = Ticket(id);
@@ -298,8 +255,9 @@ impl World {
         };
         let (aim, seq, target) = (*aim, *seq, target.clone());
         self.prefills[place].unaimed.remove(&call);
-        let target = self.open_handoff(place, aim, &target).map(|(id, target)| {
-            if let Some(handoff) = self.prefills[place].handoffs.get_mut(&id) {
+        let here = Process::Prefill(place);
+        let target = self.open_handoff(here, aim, &target).map(|(id, target)| {
+            if let Some(handoff) = self.senders[here].handoffs.get_mut(&id) {
                 handoff.seq = Some(seq);
             }
             target
@@ -320,13 +278,14 @@ impl World {
     }
 
     fn prefill_effect(&mut self, place: Place, effect: Effect) -> Result<Option<Command>, Violation> {
+        let here = Process::Prefill(place);
         match effect {
             Effect::Accepted { ticket, outcome } => {
                 let prefill = &mut self.prefills[place];
                 let Some((caller, id)) = prefill.tickets.remove(&ticket) else { return Ok(None) };
                 match outcome {
                     Ok(seq) => {
-                        if let Some(handoff) = prefill.handoffs.get_mut(&id) {
+                        if let Some(handoff) = self.senders[here].handoffs.get_mut(&id) {
                             handoff.seq = Some(seq);
                         }
                         let call = caller.call;
@@ -341,22 +300,22 @@ impl World {
                     }
                     Err(refused) => {
                         // A handoff without a sequence is aborted.
-                        self.abort_handoff(place, id, false);
+                        self.abort_handoff(here, id, false);
                         let end = refusal(&refused);
                         self.send_down(caller.link, caller.made, Down::Ended(caller.call, end));
                     }
                 }
             }
             Effect::Say(seq, answer) => self.prefill_says(place, seq, answer),
-            Effect::Complete { seq, tail } => self.complete_handoff(place, seq, tail),
+            Effect::Complete { seq, tail } => self.complete_handoff(here, seq, tail),
             Effect::Abort { seq, quarantined } => {
-                if let Some(id) = self.prefills[place].of(seq) {
-                    self.abort_handoff(place, id, quarantined);
+                if let Some(id) = self.senders[here].of(seq) {
+                    self.abort_handoff(here, id, quarantined);
                 }
             }
             Effect::Moved(_) | Effect::HandoffFailed { .. } | Effect::WriteRefused { .. } => {}
         }
-        self.reported(place)?;
+        self.reported(here)?;
         Ok(None)
     }
 

@@ -1,4 +1,4 @@
-//! The thread of a prefill worker that writes the prefixes which it serves, one after the other. A write waits for room while its session is
+//! The thread of a worker that writes the prefixes which it serves, one after the other. A write waits for room while its session is
 //! slow.
 
 use std::collections::VecDeque;
@@ -9,8 +9,8 @@ use baton_handoff::{Op, TransferError};
 use baton_types::{BlockId, SeqId};
 
 use crate::Violation;
-use crate::events::{Event, Place, Process};
-use crate::prefill::Told;
+use crate::ends::Told;
+use crate::events::{Event, Process};
 use crate::stream::Micros;
 use crate::world::World;
 
@@ -41,63 +41,63 @@ enum Part {
 
 impl World {
     /// A handoff belongs to this prefix, which is served.
-    pub(crate) fn is_of_prefix(&mut self, place: Place, handoff: u64, seq: SeqId) {
-        if let Some(handoff) = self.prefills[place].handoffs.get_mut(&handoff) {
+    pub(crate) fn is_of_prefix(&mut self, here: Process, handoff: u64, seq: SeqId) {
+        if let Some(handoff) = self.senders[here].handoffs.get_mut(&handoff) {
             (handoff.seq, handoff.prefix) = (Some(seq), true);
         }
     }
 
     /// Has the thread write a prefix. From now on the handoff may read its blocks (I3).
-    pub(crate) fn send_prefix(&mut self, place: Place, seq: SeqId, pairs: Vec<Vec<(BlockId, u32)>>) {
-        let patience = self.clock_now(Process::Prefill(place));
+    pub(crate) fn send_prefix(&mut self, here: Process, seq: SeqId, pairs: Vec<Vec<(BlockId, u32)>>) {
+        let patience = self.clock_now(here);
         let layers = self.geometry.layout.groups.iter().map(|group| group.layers.len());
         let groups = layers.enumerate().filter(|(group, _)| !pairs[*group].is_empty());
         let rest = groups.flat_map(|(group, layers)| (0..layers).map(move |layer| (group, layer))).collect();
-        let prefill = &mut self.prefills[place];
-        let Some(id) = prefill.of(seq) else { return };
+        let sender = &mut self.senders[here];
+        let Some(id) = sender.of(seq) else { return };
         for (group, pairs) in pairs.iter().enumerate() {
-            pairs.iter().for_each(|(block, _)| prefill.memory.keep(group, *block, id));
+            pairs.iter().for_each(|(block, _)| sender.memory.keep(group, *block, id));
         }
-        prefill.jobs.push_back(Job { seq, pairs, rest, ops: VecDeque::new(), patience, given_up: false });
-        if prefill.jobs.len() == 1 {
-            self.wake_writer(place, 0);
+        sender.jobs.push_back(Job { seq, pairs, rest, ops: VecDeque::new(), patience, given_up: false });
+        if sender.jobs.len() == 1 {
+            self.wake_writer(here, 0);
         }
     }
 
     /// Has the thread give a prefix up, unless all of it is written.
-    pub(crate) fn give_up_prefix(&mut self, place: Place, seq: SeqId) {
-        self.prefills[place].jobs.iter_mut().filter(|job| job.seq == seq).for_each(|job| job.given_up = true);
+    pub(crate) fn give_up_prefix(&mut self, here: Process, seq: SeqId) {
+        self.senders[here].jobs.iter_mut().filter(|job| job.seq == seq).for_each(|job| job.given_up = true);
     }
 
-    fn wake_writer(&mut self, place: Place, later: Micros) {
-        let (at, life) = (self.soon() + later, self.prefills[place].life);
-        self.events.plan(at, Event::WritePrefix { prefill: place, life });
+    fn wake_writer(&mut self, here: Process, later: Micros) {
+        let (at, life) = (self.soon() + later, self.senders[here].life);
+        self.events.plan(at, Event::WritePrefix { process: here, life });
     }
 
     /// The thread goes on.
-    pub(crate) fn write_prefix(&mut self, place: Place) -> Result<(), Violation> {
-        let Some(mut job) = self.prefills[place].jobs.pop_front() else { return Ok(()) };
-        let later = match self.write_part(place, &mut job)? {
+    pub(crate) fn write_prefix(&mut self, here: Process) -> Result<(), Violation> {
+        let Some(mut job) = self.senders[here].jobs.pop_front() else { return Ok(()) };
+        let later = match self.write_part(here, &mut job)? {
             Part::Over(outcome) => {
-                self.written(place, job.seq, outcome);
-                self.reported(place)?;
+                self.written(here, job.seq, outcome);
+                self.reported(here)?;
                 0
             }
             part => {
-                self.prefills[place].jobs.push_front(job);
+                self.senders[here].jobs.push_front(job);
                 if matches!(part, Part::Full) { FULL } else { 0 }
             }
         };
-        if !self.prefills[place].jobs.is_empty() {
-            self.wake_writer(place, later);
+        if !self.senders[here].jobs.is_empty() {
+            self.wake_writer(here, later);
         }
         Ok(())
     }
 
-    fn write_part(&mut self, place: Place, job: &mut Job) -> Result<Part, Violation> {
-        let now = self.clock_now(Process::Prefill(place));
-        let prefill = &mut self.prefills[place];
-        let Some(handoff) = prefill.of(job.seq).and_then(|id| prefill.handoffs.get_mut(&id)) else {
+    fn write_part(&mut self, here: Process, job: &mut Job) -> Result<Part, Violation> {
+        let now = self.clock_now(here);
+        let sender = &mut self.senders[here];
+        let Some(handoff) = sender.of(job.seq).and_then(|id| sender.handoffs.get_mut(&id)) else {
             return Ok(Part::Over(Err(TransferError::Closed)));
         };
         let Some(op) = job.ops.pop_front() else {
@@ -107,12 +107,11 @@ impl World {
             }
             job.patience = now + self.limits.room;
             let ops = handoff.writes.write(group, layer, &job.pairs[group], 0);
-            job.ops =
-                ops.map_err(|error| self.violation("I8", format!("prefill {place}: {error}")))?.into_iter().collect();
+            job.ops = ops.map_err(|error| self.violation("I8", format!("{here}: {error}")))?.into_iter().collect();
             return Ok(Part::Written);
         };
         let (serial, blocks) = (handoff.session, op.blocks());
-        let Some(session) = prefill.sessions.get_mut(&serial) else {
+        let Some(session) = sender.sessions.get_mut(&serial) else {
             return Ok(Part::Over(Err(handoff.failed().unwrap_or(TransferError::Closed))));
         };
         match session.line.room(handoff.writes.core(), blocks, job.patience, now) {
@@ -126,22 +125,22 @@ impl World {
             }
             Err(error) => return Ok(Part::Over(Err(error))),
         }
-        self.wake_prefill(place, serial);
+        self.wake_sender(here, serial);
         Ok(Part::Written)
     }
 
     /// All of a prefix is written, or it is given up. Its owner hears of the end once nothing reads its blocks.
-    fn written(&mut self, place: Place, seq: SeqId, outcome: Result<(), TransferError>) {
+    fn written(&mut self, here: Process, seq: SeqId, outcome: Result<(), TransferError>) {
         match outcome {
-            Ok(()) => self.complete_handoff(place, seq, Vec::new()),
+            Ok(()) => self.complete_handoff(here, seq, Vec::new()),
             Err(error) => {
-                let prefill = &mut self.prefills[place];
-                let (Some(id), reports) = (prefill.of(seq), prefill.reports.clone()) else { return };
+                let sender = &mut self.senders[here];
+                let (Some(id), reports) = (sender.of(seq), sender.reports.clone()) else { return };
                 let tell = move || {
                     let told = (id, Told::Done(Err(error)));
                     reports.lock().unwrap_or_else(PoisonError::into_inner).push(told);
                 };
-                self.end_handoff(place, id, false, Box::new(tell));
+                self.end_handoff(here, id, false, Box::new(tell));
             }
         }
     }

@@ -1,5 +1,6 @@
 //! The processes: their incarnations, ids and addresses, which of them are frozen, and which cannot reach each other.
 
+use baton_engine::Engine;
 use baton_roles::Drain;
 use baton_types::WorkerId;
 
@@ -14,6 +15,7 @@ impl World {
             Process::Router(place) => self.routers.get(place).map_or(0, |router| router.life),
             Process::Prefill(place) => self.prefills[place].life,
             Process::Decode(place) => self.decodes[place].life,
+            Process::KvStore(place) => self.kv_stores[place].life,
             Process::Registry => 0,
         }
     }
@@ -22,8 +24,26 @@ impl World {
         match process {
             Process::Prefill(place) => Some(self.prefills[place].id),
             Process::Decode(place) => Some(self.decodes[place].id),
+            Process::KvStore(place) => Some(self.kv_stores[place].id),
             _ => None,
         }
+    }
+
+    /// All workers that there ever were places for.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = Process> + use<> {
+        let prefills = (0..self.prefills.len()).map(Process::Prefill);
+        let decodes = (0..self.decodes.len()).map(Process::Decode);
+        prefills.chain(decodes).chain((0..self.kv_stores.len()).map(Process::KvStore))
+    }
+
+    /// A worker's engine, unless its thread has it now.
+    pub(crate) fn engine_of(&self, process: Process) -> Option<&Engine> {
+        Some(match process {
+            Process::Prefill(place) => self.prefills[place].thread.as_ref()?.core.engine(),
+            Process::Decode(place) => self.decodes[place].thread.as_ref()?.core.engine(),
+            Process::KvStore(place) => self.kv_stores[place].thread.as_ref()?.core.engine(),
+            _ => return None,
+        })
     }
 
     pub(crate) fn process_at(&self, address: &str) -> Option<Process> {
@@ -35,6 +55,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].alive,
             Process::Decode(place) => self.decodes[place].alive,
+            Process::KvStore(place) => self.kv_stores[place].alive,
             _ => true,
         }
     }
@@ -44,6 +65,7 @@ impl World {
         match process {
             Process::Prefill(place) => self.prefills[place].alive && self.prefills[place].drain.serves(),
             Process::Decode(place) => self.decodes[place].alive && self.decodes[place].drain.serves(),
+            Process::KvStore(place) => self.kv_stores[place].alive && self.kv_stores[place].drain.serves(),
             _ => true,
         }
     }
@@ -52,6 +74,7 @@ impl World {
         match process {
             Process::Prefill(place) => Some(&mut self.prefills[place].registration),
             Process::Decode(place) => Some(&mut self.decodes[place].registration),
+            Process::KvStore(place) => Some(&mut self.kv_stores[place].registration),
             _ => None,
         }
     }
@@ -60,6 +83,7 @@ impl World {
         match process {
             Process::Prefill(place) => Some(&mut self.prefills[place].drain),
             Process::Decode(place) => Some(&mut self.decodes[place].drain),
+            Process::KvStore(place) => Some(&mut self.kv_stores[place].drain),
             _ => None,
         }
     }
@@ -69,6 +93,7 @@ impl World {
             Process::Router(place) => self.routers[place].frozen,
             Process::Prefill(place) => self.prefills[place].frozen,
             Process::Decode(place) => self.decodes[place].frozen,
+            Process::KvStore(place) => self.kv_stores[place].frozen,
             Process::Registry => None,
         };
         frozen.filter(|(_, until)| *until > self.now)
@@ -79,6 +104,7 @@ impl World {
         let frozen = match process {
             Process::Prefill(place) => self.prefills[place].frozen,
             Process::Decode(place) => self.decodes[place].frozen,
+            Process::KvStore(place) => self.kv_stores[place].frozen,
             _ => None,
         };
         frozen.map_or(0, |(_, until)| until)

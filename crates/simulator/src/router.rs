@@ -3,6 +3,7 @@
 
 mod choice;
 mod fetching;
+mod keeping;
 mod streams;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +17,7 @@ use baton_types::{WorkerId, mix};
 pub(crate) use choice::InFlight;
 pub(crate) use fetching::FetchPlan;
 use fetching::Fetching;
+use keeping::Keeps;
 use streams::Leg;
 
 use crate::Violation;
@@ -41,6 +43,8 @@ pub(crate) struct Router {
     /// Prefixes that it has moved now, and the calls for each.
     fetching: BTreeMap<u64, Fetching>,
     fetch_calls: BTreeMap<Call, u64>,
+    /// What KV stores are to take.
+    pub keeps: Keeps,
     pub probes: BTreeMap<WorkerId, Probe>,
     /// Workers that the fleet has told it to connect to, and not yet to let go of.
     pub connected: BTreeSet<WorkerId>,
@@ -60,6 +64,9 @@ impl Router {
         // Some reserve decode blocks early, some late, and some as the queue is.
         let late = [None, Some(Duration::ZERO), Some(Duration::from_millis(2))];
         fleet.reserve_late(late[(mix(world.seed ^ 41) + life) as usize % late.len()]);
+        let (least_uses, sizes) = world.keep_settings();
+        fleet.keep_from(least_uses);
+        fleet.keep_sizes(sizes);
         let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,
@@ -74,6 +81,7 @@ impl Router {
             calls: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetch_calls: BTreeMap::new(),
+            keeps: Keeps::default(),
             probes: BTreeMap::new(),
             connected: BTreeSet::new(),
             frozen: None,
@@ -141,6 +149,7 @@ impl World {
         connected.retain(|worker| !changes.left.contains(worker));
         for worker in &changes.left {
             self.routers[place].index.leave(*worker);
+            self.routers[place].keeps.left(*worker);
             self.follows.end((place, *worker));
         }
         let connected = &self.routers[place].connected;

@@ -7,6 +7,7 @@
 //! routers 1
 //! prefill 1
 //! decode 2
+//! kv-stores 1                    # none unless it is said
 //! requests 1
 //! every 200ms                    # longest time between two arrivals
 //! lease 2s
@@ -21,11 +22,14 @@
 //!   is idle, `member-expired` at the registry; at a router, `member-kept` (the registry's list lacks a worker, and the router goes on
 //!   using it) and `finished-in-outage` (of a request, while the registry is away).
 //!   A number after the event picks a later occurrence: `after token 3`.
+//! - Events of KV stores: `kept` at a worker from which one has taken tokens, `given` at a worker that has taken some from one, `outlived` there
+//!   if the processes that computed them are gone, `found` at a worker that computes on them, `found-again` at a store that loads what the one
+//!   before it had on its disk.
 //! - `expect some EVENT` fails a run in which it did not happen, so that a scenario does not pass without what it is about.
 //!   `expect some EVENT 3`: at least three times.
 //! - Actions: `kill X`, `drain X`, `freeze X TIME`, `cut X`, `partition X X TIME`, `registry-down TIME`, `registry-emptied TIME`. A time
 //!   after `drain X` is how long it may take. `cut X` ends all connections for KV of a worker.
-//! - X is `it`, `registry`, `router N`, `prefill N` or `decode N`.
+//! - X is `it`, `registry`, `router N`, `prefill N`, `decode N` or `kv-store N`.
 
 use std::str::{FromStr, SplitWhitespace};
 
@@ -36,7 +40,7 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 11] = [
+const MILESTONES: [&str; 16] = [
     "lent",
     "verified",
     "lease-expired",
@@ -48,6 +52,11 @@ const MILESTONES: [&str; 11] = [
     "member-kept",
     "finished-in-outage",
     "drain-cut",
+    "kept",
+    "given",
+    "outlived",
+    "found",
+    "found-again",
 ];
 
 /// The process that a rule acts on.
@@ -156,6 +165,7 @@ impl Scenario {
             "routers" => sizes.routers = Some(number(words)? as u32),
             "prefill" => sizes.prefills = Some(number(words)? as u32),
             "decode" => sizes.decodes = Some(number(words)? as u32),
+            "kv-stores" => sizes.stores = Some(number(words)? as u32),
             "requests" => self.options.requests = number(words)? as u32,
             "lease" => self.options.lease = Some(time(words)?),
             "every" => self.options.every = Some(time(words)?),
@@ -215,8 +225,11 @@ fn target(words: &mut SplitWhitespace<'_>) -> Result<Target, String> {
         "router" => Target::Process(Process::Router(place(words)?)),
         "prefill" => Target::Process(Process::Prefill(place(words)?)),
         "decode" => Target::Process(Process::Decode(place(words)?)),
+        "kv-store" => Target::Process(Process::KvStore(place(words)?)),
         "registry" => Target::Process(Process::Registry),
-        other => return Err(format!("{other:?} is no process: it, registry, router N, prefill N, decode N")),
+        other => {
+            return Err(format!("{other:?} is no process: it, registry, router N, prefill N, decode N, kv-store N"));
+        }
     })
 }
 
@@ -271,7 +284,7 @@ impl World {
             Deed::Freeze(target, time) => self.freeze(whom(target), self.now + time),
             Deed::Cut(target) => {
                 let process = whom(target);
-                self.cut_lines(|c| [Process::Prefill(c.prefill), Process::Decode(c.decode)].contains(&process), false);
+                self.cut_lines(|c| [c.from, c.to].contains(&process), false);
             }
             Deed::Partition(a, b, time) => self.partition(whom(a), whom(b), self.now + time),
             Deed::Registry { away, emptied } => self.lose_registry(self.now + away, emptied),

@@ -2,7 +2,10 @@
 
 use crate::Violation;
 use crate::decode::Decode;
+use crate::ends::Sender;
+use crate::events::Process;
 use crate::faults::Fault;
+use crate::kv_store::KvStore;
 use crate::prefill::Prefill;
 use crate::stream::Micros;
 use crate::world::World;
@@ -21,7 +24,7 @@ pub(crate) enum Stage {
     Calm,
     /// All requests have ended; blocks come back.
     Resting,
-    /// All prefill workers have died, so that nothing waits for their answer.
+    /// All prefill workers have died, and nobody gives KV any more, so that nothing waits for a giver's answer.
     Last,
 }
 
@@ -40,6 +43,7 @@ impl World {
         self.routers.iter_mut().for_each(|router| frozen(&mut router.frozen));
         self.prefills.iter_mut().for_each(|prefill| frozen(&mut prefill.frozen));
         self.decodes.iter_mut().for_each(|decode| frozen(&mut decode.frozen));
+        self.kv_stores.iter_mut().for_each(|store| frozen(&mut store.frozen));
         if self.registry.down_until.is_some() {
             self.registry.down_until = Some(now);
             self.registry_back();
@@ -68,14 +72,16 @@ impl World {
             }
             // Every block must come back before any process dies, unless frames were lost or out of order on a connection that stayed open.
             Stage::Resting if if self.had_unreal_faults() { self.is_quiet() } else { self.check_free().is_ok() } => {
-                self.check_rest(true, false)?;
+                self.check_rest(|process| matches!(process, Process::Prefill(_)), true)?;
                 for place in 0..self.prefills.len() {
                     self.restart_prefill(place, false)?;
                 }
+                // The others go on. The connections over which they give KV end as if they had died.
+                self.cut_lines(|connection| !matches!(connection.from, Process::Prefill(_)), true);
                 self.enter(Stage::Last);
             }
             Stage::Last if self.check_free().is_ok() && self.check_indexes().is_ok() => {
-                self.check_rest(true, true)?;
+                self.check_rest(|_| true, false)?;
                 self.check_leases()?;
                 return Ok(true);
             }
@@ -89,6 +95,11 @@ impl World {
         Ok(false)
     }
 
+    /// Whether all requests have ended after the last fault.
+    pub(crate) fn has_calmed(&self) -> bool {
+        matches!(self.stage, Stage::Resting | Stage::Last)
+    }
+
     fn had_unreal_faults(&self) -> bool {
         self.faults.counts.keys().any(|fault: &Fault| fault.is_unreal())
     }
@@ -98,12 +109,27 @@ impl World {
     }
 
     fn is_quiet(&self) -> bool {
-        self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet)
+        let gives = |(process, sender): (Process, &Sender)| self.is_alive(process) && !sender.handoffs.is_empty();
+        let quiet = self.prefills.iter().all(Prefill::is_quiet) && self.decodes.iter().all(Decode::is_quiet);
+        quiet && self.kv_stores.iter().all(KvStore::is_quiet) && !self.senders.iter().any(gives)
     }
 
     fn check_free(&self) -> Result<(), Violation> {
-        let decodes = self.decodes.iter().filter(|decode| decode.alive).map(Decode::check_free);
-        let prefills = self.prefills.iter().filter(|prefill| prefill.alive).map(Prefill::check_free);
-        decodes.chain(prefills).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
+        let decodes = self.decodes.iter().enumerate().filter(|(_, decode)| decode.alive);
+        let decodes = decodes.map(|(place, decode)| {
+            let process = Process::Decode(place);
+            decode.check_free(&self.receivers[process], &self.senders[process])
+        });
+        let prefills = self.prefills.iter().enumerate().filter(|(_, prefill)| prefill.alive);
+        let prefills = prefills.map(|(place, prefill)| {
+            let process = Process::Prefill(place);
+            prefill.check_free(&self.receivers[process], &self.senders[process])
+        });
+        let stores = self.kv_stores.iter().enumerate().filter(|(_, store)| store.alive);
+        let stores = stores.map(|(place, store)| {
+            let process = Process::KvStore(place);
+            store.check_free(&self.receivers[process], &self.senders[process])
+        });
+        decodes.chain(prefills).chain(stores).try_for_each(|checked| checked.map_err(|what| self.violation("I6", what)))
     }
 }

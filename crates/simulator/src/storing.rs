@@ -9,17 +9,23 @@ use baton_types::{BlockId, RequestId, Time, mix};
 use crate::engine::Host;
 use crate::events::{Event, Place, Process};
 use crate::faults::Fault;
+use crate::fetched::forget;
 use crate::kept::{Done, Kept};
-use crate::pool::Blocks;
+use crate::pool::{Blocks, each};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
 impl World {
     /// The store of a worker that starts, in runs that have stores. `before`: that of the process before it at this place.
     pub(crate) fn store_for(&self, life: u64, before: Option<Kept>) -> Option<Kept> {
+        self.tiers_for(self.stores, life, before)
+    }
+
+    /// The tiers below the pool of a process that starts, if it `has` some.
+    pub(crate) fn tiers_for(&self, has: bool, life: u64, before: Option<Kept>) -> Option<Kept> {
         let seed = mix(self.seed ^ 43).wrapping_add(life);
         let layout = &self.geometry.layout;
-        let kept = self.stores.then(|| match before {
+        let kept = has.then(|| match before {
             Some(before) => before.again(layout, seed),
             None => Kept::new(layout, seed),
         });
@@ -128,10 +134,12 @@ impl World {
         (0..struck).for_each(|_| self.faults.count(Fault::Store));
         checked.map_err(|what| self.violation("I6", format!("the store of {process}: {what}")))?;
         self.wake_store::<H>(place);
+        let mut written = Vec::new();
         let command = match done {
             None => return Ok(()),
             Some(Done::Saved(seq)) => Command::Saved(seq),
             Some(Done::Loaded(what, whole)) => {
+                written = each(&what.blocks).collect();
                 if whole {
                     let count = what.blocks.first().map_or(0, Vec::len) + what.first as usize;
                     let tokens = &what.prefix.tokens[..count * self.geometry.layout.block_size as usize];
@@ -142,10 +150,15 @@ impl World {
                     let right = H::compare(self, place, tokens, &first, &blocks);
                     right.map_err(|what| self.violation("I2", format!("{process} has loaded a prefix: {what}")))?;
                     self.summary.stored += 1;
+                    let again = H::kept(self, place).as_ref().is_some_and(|kept| kept.has_inherited(&what));
+                    if again && matches!(process, Process::KvStore(_)) {
+                        self.milestone("found-again", process);
+                    }
                 }
                 Command::Loaded(what.seq, whole)
             }
         };
+        forget(&mut self.receivers[process].fetched, written.into_iter());
         H::inbox(self, place).push_back(Input::Tiers(command));
         self.wake_engine(process);
         Ok(())

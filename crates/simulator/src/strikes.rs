@@ -16,11 +16,10 @@ impl World {
         (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
     }
 
-    /// A random worker that lives.
+    /// A random worker that lives, and is no KV store.
     pub(crate) fn any_worker(&mut self) -> Option<Process> {
-        let prefills = (0..self.prefills.len()).map(Process::Prefill);
-        let decodes = (0..self.decodes.len()).map(Process::Decode);
-        let alive: Vec<Process> = prefills.chain(decodes).filter(|process| self.is_alive(*process)).collect();
+        let computes = |process: &Process| !matches!(process, Process::KvStore(_));
+        let alive: Vec<Process> = self.workers().filter(computes).filter(|process| self.is_alive(*process)).collect();
         (!alive.is_empty()).then(|| alive[self.random.below(alive.len() as u64) as usize])
     }
 
@@ -127,13 +126,14 @@ impl World {
     }
 
     pub(crate) fn freeze(&mut self, process: Process, until: u64) {
-        self.shaken = true;
+        self.shaken |= !matches!(process, Process::KvStore(_));
         self.note(|| format!("{process} stands still until {until}"));
         let now = self.now;
         let frozen = match process {
             Process::Router(place) => &mut self.routers[place].frozen,
             Process::Prefill(place) => &mut self.prefills[place].frozen,
             Process::Decode(place) => &mut self.decodes[place].frozen,
+            Process::KvStore(place) => &mut self.kv_stores[place].frozen,
             Process::Registry => return,
         };
         let since = frozen.filter(|(_, until)| *until >= now).map_or(now, |(since, _)| since);
@@ -158,15 +158,10 @@ impl World {
     }
 
     pub(crate) fn partition(&mut self, a: Process, b: Process, until: u64) {
-        self.shaken = true;
+        self.shaken |= ![a, b].iter().any(|process| matches!(process, Process::KvStore(_)));
         self.note(|| format!("{a} and {b} cannot reach each other until {until}"));
         self.set_apart(a, b, until);
-        let (prefill, decode) = match (a, b) {
-            (Process::Prefill(prefill), Process::Decode(decode))
-            | (Process::Decode(decode), Process::Prefill(prefill)) => (prefill, decode),
-            _ => return,
-        };
-        let between = |c: &Connection| c.prefill == prefill && c.decode == decode;
+        let between = |c: &Connection| [(a, b), (b, a)].contains(&(c.from, c.to));
         let lines: Vec<Line> = self.lines.iter().filter(|(_, c)| between(c)).map(|(line, _)| *line).collect();
         for line in lines {
             let Some(connection) = self.lines.get_mut(&line) else { continue };

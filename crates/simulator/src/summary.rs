@@ -29,6 +29,16 @@ pub struct Summary {
     pub fetched: u64,
     /// Prefixes that routers wanted fetched and that were not, by what became of them.
     pub fetches_failed: BTreeMap<&'static str, u64>,
+    /// Pieces of what workers computed that KV stores took.
+    pub kept: u64,
+    /// Pieces that routers wanted kept and that were not, by what became of them.
+    pub keeps_failed: BTreeMap<&'static str, u64>,
+    /// Prefixes that workers took from KV stores.
+    pub given: u64,
+    /// Of these, what stores had only from processes that were gone.
+    pub outlived: u64,
+    /// Tokens of sequences whose KV came from a KV store, where the worker that took it computed on it.
+    pub given_tokens: u64,
     /// Rows that were computed on fetched KV.
     pub rows_fetched: u64,
     /// Prefixes that were loaded from stores; each was compared with the KV of its tokens.
@@ -71,6 +81,10 @@ impl Summary {
             (&mut self.withdrawn, other.withdrawn),
             (&mut self.fetched, other.fetched),
             (&mut self.rows_fetched, other.rows_fetched),
+            (&mut self.kept, other.kept),
+            (&mut self.given, other.given),
+            (&mut self.outlived, other.outlived),
+            (&mut self.given_tokens, other.given_tokens),
             (&mut self.stored, other.stored),
             (&mut self.stored_tokens, other.stored_tokens),
             (&mut self.joined, other.joined),
@@ -87,6 +101,7 @@ impl Summary {
         add(&mut self.recoveries, &other.recoveries);
         add(&mut self.handoffs_failed, &other.handoffs_failed);
         add(&mut self.fetches_failed, &other.fetches_failed);
+        add(&mut self.keeps_failed, &other.keeps_failed);
         add(&mut self.looked, &other.looked);
         add(&mut self.engines, &other.engines);
         add(&mut self.faults, &other.faults);

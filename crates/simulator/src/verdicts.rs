@@ -100,11 +100,11 @@ impl World {
 
     /// I5: a lease that has run out ends, unless its worker is frozen.
     fn check_expiries(&self) -> Result<(), Violation> {
-        for (place, decode) in self.decodes.iter().enumerate() {
-            let awake = decode.frozen.map_or(0, |(_, until)| until);
-            let due = decode.ledger.next_expiry().map(|at| self.micros(Process::Decode(place), at).max(awake) + LATE);
+        for (here, receiver) in self.receivers.iter() {
+            let awake = self.thawed_at(here);
+            let due = receiver.ledger.next_expiry().map(|at| self.micros(here, at).max(awake) + LATE);
             if due.is_some_and(|due| due < self.now) {
-                return Err(self.violation("I5", format!("decode {place} does not end a lease that has run out")));
+                return Err(self.violation("I5", format!("{here} does not end a lease that has run out")));
             }
         }
         Ok(())

@@ -17,12 +17,15 @@ use crate::client::{Client, Shape, VOCAB};
 use crate::clocks::Clock;
 use crate::control::{self, Link};
 use crate::decode::{Decode, DecodeHost};
-use crate::decode_session::DecodeSession;
+use crate::ends::{Ends, Receiver, Sender};
 use crate::events::{Event, Events, Life, Line, Place, Process, Serial};
 use crate::faults::Faults;
+use crate::kv_store::{KvStore, KvStoreHost};
+use crate::kv_store_life::KvStorePlan;
 use crate::membership::Registry;
 use crate::pool::Bytes;
 use crate::prefill::{Prefill, PrefillHost};
+use crate::receiver_session::ReceiverSession;
 use crate::router::{FetchPlan, Router};
 use crate::stages::Stage;
 use crate::stream::{Micros, Stream};
@@ -40,24 +43,25 @@ const LOOK: Micros = 250_000;
 /// A connection between two workers.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    pub prefill: Place,
-    pub prefill_life: Life,
-    pub decode: Place,
-    pub decode_life: Life,
+    /// The worker that gives KV, and the one that takes it.
+    pub from: Process,
+    pub from_life: Life,
+    pub to: Process,
+    pub to_life: Life,
     /// The session that opened it.
     pub session: Serial,
-    /// Prefill to decode.
+    /// What the giver says.
     pub up: Stream,
-    /// Decode to prefill.
+    /// What the taker says.
     pub down: Stream,
-    /// The caller is a stranger, not a prefill worker.
+    /// The caller is a stranger, no worker.
     pub is_strangers: bool,
 }
 
 impl Connection {
-    /// A turn of the session at the prefill worker.
-    pub(crate) fn prefill_turn(&self) -> Event {
-        Event::PrefillTurn { prefill: self.prefill, life: self.prefill_life, session: self.session }
+    /// A turn of the session at the giver.
+    pub(crate) fn sender_turn(&self) -> Event {
+        Event::SenderTurn { process: self.from, life: self.from_life, session: self.session }
     }
 }
 
@@ -102,11 +106,16 @@ pub(crate) struct World {
     pub routers: Vec<Router>,
     pub decodes: Vec<Decode>,
     pub prefills: Vec<Prefill>,
+    pub kv_stores: Vec<KvStore>,
+    /// The ends of workers that take KV, and those that give it.
+    pub receivers: Ends<Receiver>,
+    pub senders: Ends<Sender>,
     pub registry: Registry,
     pub clients: Vec<Client>,
     pub links: BTreeMap<Link, control::Connection>,
     pub follows: Follows,
     pub fetch_plan: FetchPlan,
+    pub kv_store_plan: KvStorePlan,
     pub lines: BTreeMap<Line, Connection>,
     pub apart: BTreeMap<(Process, Process), (Micros, Micros)>,
     /// Workers that drain, and when they must begin to leave, for the checker of drains.
@@ -138,7 +147,7 @@ impl World {
             (None, true) => Faults::calm(&mut random).with_clocks(seed, &options.without),
             (None, false) => {
                 let faults = Faults::random(&mut random, &options.without).with_clocks(seed, &options.without);
-                faults.with_stores(seed, &options.without)
+                faults.with_stores(seed, &options.without).with_kv_stores(seed, &options.without)
             }
         };
         let idle = match options.calm || options.faults.is_some() {
@@ -159,7 +168,8 @@ impl World {
         let layout = if random.chance(250) { sinks_layout(block_size) } else { tiny_layout(block_size) };
         let stores = options.faults.is_none() && mix(seed ^ 37).is_multiple_of(3);
         // Of a window's layers, another prompt seldom finds the blocks that its window sees.
-        let unwindowed = stores && !mix(seed ^ 47).is_multiple_of(3);
+        let kv_store_plan = KvStorePlan::new(seed, options);
+        let unwindowed = (stores || kv_store_plan.first.is_some()) && !mix(seed ^ 47).is_multiple_of(3);
         let layout = if unwindowed { settings::unwindowed(layout) } else { layout };
         // Room for the longest request, and little more in some runs.
         let most = 30u32.div_ceil(block_size) + 3;
@@ -195,11 +205,15 @@ impl World {
             routers: Vec::new(),
             decodes: Vec::new(),
             prefills: Vec::new(),
+            kv_stores: Vec::new(),
+            receivers: Ends::default(),
+            senders: Ends::default(),
             registry: Registry::new(base),
             clients: Vec::new(),
             links: BTreeMap::new(),
             follows: Follows::new(seed),
-            fetch_plan: FetchPlan::new(seed, options),
+            fetch_plan: FetchPlan::new(seed, options, kv_store_plan.first.is_some()),
+            kv_store_plan,
             lines: BTreeMap::new(),
             apart: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -235,12 +249,18 @@ impl World {
         }
         (0..prefills).try_for_each(|_| self.join(false))?;
         (0..decodes).try_for_each(|_| self.join(true))?;
+        self.plan_kv_stores()?;
         let longer = if self.pressed { 3 } else { 1 };
         let shape = Shape {
             prompt: self.random.within(1, 20),
             answer: self.random.within(1, 8) * longer,
             families: self.random.within(1, 4),
             sampled: self.random.chance(500),
+        };
+        // With KV stores, prompts have more in common.
+        let shape = match self.kv_store_plan.first {
+            Some(_) => Shape { prompt: shape.prompt.max(12), families: 1, ..shape },
+            None => shape,
         };
         // Workers register first.
         let mut at = 500_000;
@@ -352,8 +372,8 @@ impl World {
     }
 
     fn line_frozen(&self, event: &Event) -> Option<Micros> {
-        let (Event::DecodeTurn { line } | Event::Died { line }) = event else { return None };
-        self.lines.get(line).and_then(|line| self.frozen_until(Process::Decode(line.decode)))
+        let (Event::ReceiverTurn { line } | Event::Died { line }) = event else { return None };
+        self.lines.get(line).and_then(|line| self.frozen_until(line.to))
     }
 
     fn happen(&mut self, event: Event) -> Result<(), Violation> {
@@ -364,9 +384,14 @@ impl World {
             Event::Wake { router, request, .. } => return self.wake(router, request),
             Event::Probe { router, worker, .. } => return self.probe(router, worker),
             Event::ProbeOver { router, worker, .. } => return self.probed((router, worker), false),
-            Event::PrefixOver { router, prefix, serves, .. } => self.prefix_is_late(router, prefix, serves),
+            Event::PrefixOver { router, prefix, serves, .. } => {
+                return self.prefix_is_late(router, prefix, serves);
+            }
             Event::PrefixBegins { router, prefix, .. } => self.let_go(router, prefix),
             Event::AnyPrefix => self.any_prefix(),
+            Event::Keep { router, keep, .. } => self.look_to_keep(router, keep)?,
+            Event::JoinKvStore => return self.join_kv_store(),
+            Event::StrikeKvStore => self.strike_kv_store(),
             Event::News { link, change, load, .. } => self.news(link, &change, load),
             Event::Up { link, made } => return self.up(link, made),
             Event::Down { link, made } => return self.down(link, made),
@@ -397,15 +422,22 @@ impl World {
                 return self.engine_step::<PrefillHost>(place);
             }
             Event::EngineStep { process: Process::Decode(place), .. } => return self.engine_step::<DecodeHost>(place),
+            Event::EngineTurn { process: Process::KvStore(place), .. } => {
+                return self.engine_turn::<KvStoreHost>(place);
+            }
+            Event::EngineStep { process: Process::KvStore(place), .. } => {
+                return self.engine_step::<KvStoreHost>(place);
+            }
+            Event::StoreTurn { process: Process::KvStore(place), .. } => return self.store_turn::<KvStoreHost>(place),
             Event::StoreTurn { process: Process::Prefill(place), .. } => return self.store_turn::<PrefillHost>(place),
             Event::StoreTurn { process: Process::Decode(place), .. } => return self.store_turn::<DecodeHost>(place),
             Event::EngineTurn { .. } | Event::EngineStep { .. } | Event::StoreTurn { .. } => {}
-            Event::DecodeTurn { line } => return self.decode_turn(line),
-            Event::PrefillTurn { prefill, life, session } => return self.prefill_turn(prefill, life, session),
-            Event::Desk { decode, .. } => return self.desk(decode),
+            Event::ReceiverTurn { line } => return self.receiver_turn(line),
+            Event::SenderTurn { process, life, session } => return self.sender_turn(process, life, session),
+            Event::Desk { process, .. } => return self.desk(process),
             Event::Died { line } => return self.died(line),
-            Event::WritePrefix { prefill, .. } => return self.write_prefix(prefill),
-            Event::MustHaveEnded { prefill, handoff, .. } => return self.must_have_ended(prefill, handoff),
+            Event::WritePrefix { process, .. } => return self.write_prefix(process),
+            Event::MustHaveEnded { process, handoff, .. } => return self.must_have_ended(process, handoff),
             Event::Cut { line } => self.cut(line),
             Event::DrainOver { process, .. } => self.drain_on(process, DrainInput::Wake),
             Event::Rule { number, it } => return self.obey(number, it),
@@ -424,35 +456,38 @@ impl World {
             Process::Prefill(place) => {
                 self.hang_up_prefill(place, |caller| caller.link == link && caller.made <= made);
             }
+            Process::KvStore(place) => {
+                self.hang_up_kv_store(place, |caller| caller.link == link && caller.made <= made);
+            }
             _ => {}
         }
     }
 
-    /// Opens a connection between workers. Whichever process is at the decode worker's address now answers.
-    pub(crate) fn connect(&mut self, prefill: Place, decode: Place, session: Serial, kind: TransportKind) -> Line {
+    /// Opens a connection between workers. Whichever process is at the taker's address now answers.
+    pub(crate) fn connect(&mut self, from: Process, to: Process, session: Serial, kind: TransportKind) -> Line {
         self.next_line += 1;
         let line = self.next_line;
         let room = self.random.within(40, 2_000) as usize;
         let connection = Connection {
-            prefill,
-            prefill_life: self.prefills.get(prefill).map_or(0, |prefill| prefill.life),
-            decode,
-            decode_life: self.decodes[decode].life,
+            from,
+            from_life: self.life_of(from),
+            to,
+            to_life: self.life_of(to),
             session,
             up: Stream::new(room),
             down: Stream::new(room),
             is_strangers: false,
         };
         self.lines.insert(line, connection);
-        if let Some(until) = self.apart(Process::Prefill(prefill), Process::Decode(decode))
+        if let Some(until) = self.apart(from, to)
             && let Some(connection) = self.lines.get_mut(&line)
         {
             connection.up.stall(until);
             connection.down.stall(until);
         }
-        if self.decodes[decode].alive && self.decodes[decode].members.admit(line, line) {
-            self.decodes[decode].sessions.insert(line, DecodeSession::new(line, kind));
-            self.wake_decode(line);
+        if self.is_alive(to) && self.receivers[to].members.admit(line, line) {
+            self.receivers[to].sessions.insert(line, ReceiverSession::new(line, kind));
+            self.wake_receiver(line);
         } else {
             self.close_up(line);
         }
@@ -462,8 +497,8 @@ impl World {
     /// Plans a turn at both ends of a connection.
     pub(crate) fn wake_both(&mut self, line: Line, at: Micros) {
         let Some(connection) = self.lines.get(&line) else { return };
-        let turn = connection.prefill_turn();
-        self.events.plan(at, Event::DecodeTurn { line });
+        let turn = connection.sender_turn();
+        self.events.plan(at, Event::ReceiverTurn { line });
         self.events.plan(at, turn);
     }
 }

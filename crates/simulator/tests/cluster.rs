@@ -42,6 +42,11 @@ fn no_invariant_is_violated_under_faults() {
     for why in ["not lent", "not served", "not fetched", "lost", "late", "draining"] {
         assert!(sum.fetches_failed.contains_key(why), "no prefix was {why}: {sum:?}");
     }
+    // KV stores took what workers computed and gave it to others, also after its workers were gone, or it did not move for every reason.
+    assert!(sum.kept > 150 && sum.given > 80 && sum.given_tokens > 50, "{sum:?}");
+    for why in ["not lent", "not served", "not fetched", "lost"] {
+        assert!(sum.keeps_failed.contains_key(why), "nothing that was to be kept was {why}: {sum:?}");
+    }
     // Stores below the pools gave prefixes back.
     assert!(sum.stored > 80 && sum.stored_tokens > 250, "{sum:?}");
     // Engines were short of room: they preempted, swapped, evicted, copied shared blocks and ran ahead.
@@ -55,6 +60,18 @@ fn without_faults_nothing_fails_but_what_is_late_or_given_up() {
     let unexpected = |kind: &&String| *kind != "DeadlineExceeded" && *kind != "ResourceExhausted";
     assert_eq!(sum.failed.keys().find(unexpected), None, "{sum:?}");
     assert!(sum.finished > 2_500 && sum.verified > 1_000 && sum.fetched > 150, "{sum:?}");
+    assert!(sum.kept > 150 && sum.given > 150 && sum.given_tokens > 80, "{sum:?}");
+}
+
+/// Whatever happens to KV stores, requests end as they should, and a store that starts again finds its disk.
+#[test]
+fn a_lost_store_costs_no_request() {
+    let without = Fault::ALL.into_iter().filter(|fault| *fault != Fault::KvStore).collect();
+    let sizes = Sizes { stores: Some(2), ..Sizes::default() };
+    let sum = play(0..80, &Options { sizes, without, ..Options::default() });
+    assert!(sum.faults[&Fault::KvStore] > 100, "{sum:?}");
+    assert!(sum.kept > 150 && sum.given > 150 && sum.outlived == 0, "{sum:?}");
+    assert!(sum.milestones.get("found-again").is_some_and(|count| *count > 1), "{sum:?}");
 }
 
 #[test]
@@ -128,6 +145,7 @@ fn a_bad_scenario_says_where_and_why() {
         ),
         ("at 5m kill it", "\"5m\" is no time"),
         ("at 5s kill somebody", "\"somebody\" is no process"),
+        ("at 5s kill kv-store", "\"\" is no number"),
         ("routers 1 2", "\"2\" is too much"),
     ] {
         let error = text.parse::<Scenario>().unwrap_err().to_string();

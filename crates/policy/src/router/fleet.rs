@@ -27,8 +27,8 @@ mod recall;
 mod roster;
 
 use hot::Hot;
-pub use keeping::Keep;
 use keeping::Keeping;
+pub use keeping::{Keep, KeepSizes};
 pub use placing::{Ask, Known};
 pub use recall::Recall;
 use roster::{Apart, Roster, Worker, works};

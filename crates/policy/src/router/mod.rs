@@ -24,6 +24,6 @@ mod tests;
 
 pub use capacity::Capacity;
 pub use choice::{Choice, ChoiceInput, Effect, NewRequest, Patience, SECOND_WORD, Sequence, Taken};
-pub use fleet::{Ask, Changes, Fleet, Keep, Known, PROBE_EVERY, Probe, Recall, WorkerLease, WorkerState};
+pub use fleet::{Ask, Changes, Fleet, Keep, KeepSizes, Known, PROBE_EVERY, Probe, Recall, WorkerLease, WorkerState};
 pub use legs::{Broken, DecodeWord, LegEnd, PrefillWord};
 pub use outliers::{Judgement, Outcome, Subject, Verdict};

@@ -201,7 +201,7 @@ impl World {
                     self.check_outage(place)?;
                 }
                 if let Ok(chosen) = &chosen {
-                    self.fetch_for(place, request, chosen.placed.decode);
+                    self.fetch_for(place, request, chosen.placed);
                 }
                 Ok(Some(ChoiceInput::from(chosen)))
             }
@@ -249,9 +249,10 @@ impl World {
                 }
                 Ok(None)
             }
-            Effect::Note { placed, names, answer, .. } => {
+            Effect::Note { placed, names, tokens, answer } => {
                 let now = self.clock_now(Process::Router(place));
                 self.routers[place].fleet.note(placed, &names, answer, now);
+                self.keep(place, request, names, &tokens);
                 Ok(None)
             }
             Effect::Finish { reason, .. } => self.end_choice(place, request, End::Finished(reason)),

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use baton_policy::{BlockName, LegEnd, Prefixes as Names};
+use baton_policy::{BlockName, LegEnd, Placed, Prefixes as Names};
 use baton_roles::exchange::Answer;
 use baton_types::WorkerId;
 use baton_types::testing::Random;
@@ -31,12 +31,19 @@ pub(crate) struct FetchPlan {
 }
 
 impl FetchPlan {
-    /// The seed chooses. In scenarios none move: what they wait for is counted.
-    pub(crate) fn new(seed: u64, options: &Options) -> FetchPlan {
+    /// The seed chooses, more often if there are KV stores. In scenarios without KV stores none move: what they wait for is counted.
+    pub(crate) fn new(seed: u64, options: &Options, stores: bool) -> FetchPlan {
         let mut random = Random(seed ^ 0x6665_7463_6865);
         let rate = [0, 200, 600, 950][random.below(4) as usize];
         let pause = [20_000, 200_000, 1_000_000][random.below(3) as usize];
-        FetchPlan { random, rate: if options.faults.is_some() { 0 } else { rate }, pause }
+        let rate = match (options.faults.is_some(), options.sizes.stores) {
+            _ if options.only_keeps => 0,
+            (true, Some(stores)) if stores > 0 => 1000,
+            (true, _) => 0,
+            (false, _) if stores => rate.max(600),
+            _ => rate,
+        };
+        FetchPlan { random, rate, pause }
     }
 }
 
@@ -50,9 +57,43 @@ pub(super) struct Fetching {
     takes: Open,
     from: WorkerId,
     gives: Option<Open>,
-    limit: Duration,
+    /// How long each worker may take.
+    limits: [Duration; 2],
     /// A request's decode stream that waits for the beginning.
     waits: Option<(Open, Up)>,
+    /// It is a piece of what a KV store is to take.
+    keep: Option<u64>,
+}
+
+impl Fetching {
+    pub(super) fn new(ask: PrefixAsk, from: WorkerId, limits: [Duration; 2]) -> Fetching {
+        Fetching { ask, takes: ((0, WorkerId(0)), 0), from, gives: None, limits, waits: None, keep: None }
+    }
+
+    /// Whether it moves over this link, to the worker at its other end.
+    pub(super) fn is_taken_by(&self, link: Link) -> bool {
+        self.takes.0 == link
+    }
+
+    pub(super) fn kept_as(self, keep: u64) -> Fetching {
+        Fetching { keep: Some(keep), ..self }
+    }
+}
+
+/// What came of a prefix that was to move.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Outcome {
+    Moved,
+    /// The worker that takes it lent no blocks.
+    Refused {
+        gone: bool,
+    },
+    /// The worker that holds it gave nothing.
+    NotGiven {
+        gone: bool,
+    },
+    /// Both were ready, and it did not get through.
+    NotTaken,
 }
 
 impl World {
@@ -72,16 +113,21 @@ impl World {
         self.plan_any_prefix();
         let place = self.fetch_plan.random.below(self.routers.len() as u64) as Place;
         let request = self.fetch_plan.random.below(self.clients.len().max(1) as u64);
-        let decodes = self.known(place, |process| matches!(process, Process::Decode(_)));
+        let takes = |process: &Process| matches!(process, Process::Decode(_));
+        let takes_any = |process: &Process| matches!(process, Process::Decode(_) | Process::Prefill(_));
+        let takers = self.known(place, if self.has_kv_stores() { takes_any } else { takes });
         let awake = self.frozen_until(Process::Router(place)).is_none();
-        if let Some(to) = self.one_of(&decodes).filter(|_| awake && (request as usize) < self.clients.len()) {
+        if let Some(to) = self.one_of(&takers).filter(|_| awake && (request as usize) < self.clients.len()) {
             self.begin_fetch(place, request, to);
         }
     }
 
-    /// Perhaps has the prefix of a request moved to its decode worker. The next decode stream then waits for its beginning.
-    pub(super) fn fetch_for(&mut self, place: Place, request: u64, to: WorkerId) {
+    /// Perhaps has the prefix of a request moved to one of its workers. The next stream to that one then waits for its beginning.
+    pub(super) fn fetch_for(&mut self, place: Place, request: u64, placed: Placed) {
         let rate = self.fetch_plan.rate;
+        let prefill = placed.prefill.filter(|_| self.has_kv_stores());
+        let prefill = prefill.filter(|_| self.fetch_plan.random.chance(500));
+        let to = prefill.unwrap_or(placed.decode);
         let fetch = match rate > 0 && self.fetch_plan.random.chance(rate) {
             true => self.begin_fetch(place, request, to),
             false => None,
@@ -108,18 +154,27 @@ impl World {
         let (client, size) = (&self.clients[request as usize], self.geometry.layout.block_size);
         let most = (client.prompt.len() as u32).saturating_sub(1) / size;
         let names = Names::names(BlockName::root(&client.salt.to_string(), size), size, &[], &client.prompt);
-        let prefills = self.known(place, |process| matches!(process, Process::Prefill(_)));
-        let holders = self.routers[place].index.find(&names, 4, request as usize);
-        let holder = { holders.iter() }.find(|holder| prefills.contains(&holder.worker)).copied();
+        let mut givers = self.known(place, |process| matches!(process, Process::Prefill(_)));
+        let mut holders = self.routers[place].index.find(&names, 4, request as usize);
+        if self.has_kv_stores() {
+            // Decode workers give as well, and stores first.
+            let stores = self.known(place, |process| matches!(process, Process::KvStore(_)));
+            givers.extend(&stores);
+            givers.extend(self.known(place, |process| matches!(process, Process::Decode(_))));
+            holders.extend(self.in_tiers(place, &names));
+            holders.sort_by_key(|holder| !stores.contains(&holder.worker));
+        }
+        givers.retain(|giver| *giver != to);
+        let holder = { holders.iter() }.find(|holder| givers.contains(&holder.worker)).copied();
         let here = { holders.iter() }.find(|holder| holder.worker == to).map_or(0, |holder| holder.blocks);
         match holder.filter(|holder| holder.blocks > here) {
             Some(holder) if self.fetch_plan.random.chance(900) => Some((holder.worker, holder.blocks.min(most))),
             _ if self.fetch_plan.random.chance(800) => None,
-            _ => Some((self.one_of(&prefills)?, self.fetch_plan.random.below(u64::from(most) + 1) as u32)),
+            _ => Some((self.one_of(&givers)?, self.fetch_plan.random.below(u64::from(most) + 1) as u32)),
         }
     }
 
-    /// Asks a worker to take a prefix. Returns the number of what has begun.
+    /// Has a prefix of a request's prompt moved. Returns the number of what has begun.
     fn begin_fetch(&mut self, place: Place, request: u64, to: WorkerId) -> Option<u64> {
         let (from, blocks) = self.source(place, request, to).filter(|(_, blocks)| *blocks > 0)?;
         let client = &self.clients[request as usize];
@@ -130,15 +185,21 @@ impl World {
         let most = [20_000, 500_000, 2_000_000][random.below(3) as usize];
         let limit = Duration::from_micros(random.within(1_000, most));
         let ask = PrefixAsk { request, tokens, salt, priority, time_left: limit };
+        Some(self.start_fetch(place, to, Fetching::new(ask, from, [limit; 2])))
+    }
+
+    /// Asks a worker to take a prefix. Returns the number of what has begun.
+    pub(super) fn start_fetch(&mut self, place: Place, to: WorkerId, mut fetching: Fetching) -> u64 {
         self.next_call += 1;
         let (call, link) = (self.next_call, (place, to));
-        let fetching = Fetching { ask: ask.clone(), takes: (link, call), from, gives: None, limit, waits: None };
+        fetching.takes = (link, call);
+        let (ask, from, [lends, _]) = (fetching.ask.clone(), fetching.from, fetching.limits);
         self.note(|| format!("router {place} has {to} fetch {} tokens from {from}", ask.tokens.len() - 1));
         self.routers[place].fetch_calls.insert(call, call);
         self.routers[place].fetching.insert(call, fetching);
-        self.plan_prefix_over(place, call, limit, false);
+        self.plan_prefix_over(place, call, lends, false);
         self.send_up(link, Up::Fetch { call, prefix: ask });
-        Some(call)
+        call
     }
 
     fn plan_prefix_over(&mut self, place: Place, prefix: u64, limit: Duration, serves: bool) {
@@ -183,6 +244,7 @@ impl World {
         call: Call,
         said: Result<Answer, LegEnd>,
     ) -> Result<(), Violation> {
+        let size = self.geometry.layout.block_size as usize;
         let router = &mut self.routers[place];
         let Some(prefix) = router.fetch_calls.get(&call).copied() else { return Ok(()) };
         let Some(fetching) = router.fetching.get_mut(&prefix) else { return Ok(()) };
@@ -191,19 +253,20 @@ impl World {
                 self.next_call += 1;
                 let (call, link) = (self.next_call, (place, fetching.from));
                 fetching.gives = Some((link, call));
-                let (ask, limit) = (fetching.ask.clone(), fetching.limit);
+                let (ask, limit) = (fetching.ask.clone(), fetching.limits[1]);
                 router.fetch_calls.insert(call, prefix);
                 self.let_go(place, prefix);
                 self.plan_prefix_over(place, prefix, limit, true);
                 self.send_up(link, Up::Serve { call, prefix: ask, target });
             }
             Ok(Answer::Fetched(tokens)) if fetching.gives.is_some() => {
-                let asked = fetching.ask.tokens.len() - 1;
+                // Whole blocks before the last token.
+                let asked = (fetching.ask.tokens.len() - 1) / size * size;
                 if tokens as usize != asked {
                     let what = format!("{tokens} tokens are said to be fetched, {asked} were asked for");
                     return Err(self.violation("reported once", what));
                 }
-                self.end_fetch(place, prefix, None);
+                return self.end_fetch(place, prefix, None, Outcome::Moved);
             }
             // The other worker says so itself.
             Ok(Answer::Served(_)) => {
@@ -214,6 +277,12 @@ impl World {
             }
             Ok(answer) => return Err(self.violation("reported once", format!("of a prefix: {answer:?}, out of turn"))),
             Err(end) => {
+                let gone = matches!(end, LegEnd::Lost { .. } | LegEnd::Early | LegEnd::Draining { .. });
+                let outcome = match fetching.gives {
+                    None => Outcome::Refused { gone },
+                    Some(_) if fetching.takes.1 == call => Outcome::NotTaken,
+                    Some(_) => Outcome::NotGiven { gone },
+                };
                 let why = match end {
                     LegEnd::Lost { .. } | LegEnd::Early => "lost",
                     LegEnd::Draining { .. } => "draining",
@@ -221,23 +290,32 @@ impl World {
                     _ if fetching.takes.1 == call => "not fetched",
                     _ => "not served",
                 };
-                self.end_fetch(place, prefix, Some(why));
+                return self.end_fetch(place, prefix, Some(why), outcome);
             }
         }
         Ok(())
     }
 
     /// A stage has taken too long.
-    pub(crate) fn prefix_is_late(&mut self, place: Place, prefix: u64, serves: bool) {
+    pub(crate) fn prefix_is_late(&mut self, place: Place, prefix: u64, serves: bool) -> Result<(), Violation> {
         let fetching = self.routers[place].fetching.get(&prefix);
-        if fetching.is_some_and(|fetching| fetching.gives.is_some() == serves) {
-            self.end_fetch(place, prefix, Some("late"));
+        let outcome = if serves { Outcome::NotTaken } else { Outcome::Refused { gone: true } };
+        match fetching.is_some_and(|fetching| fetching.gives.is_some() == serves) {
+            true => self.end_fetch(place, prefix, Some("late"), outcome),
+            false => Ok(()),
         }
     }
 
     /// Ends both calls. `why`: why it failed, if it did.
-    fn end_fetch(&mut self, place: Place, prefix: u64, why: Option<&'static str>) {
-        let Some(Fetching { takes, gives, waits, .. }) = self.routers[place].fetching.remove(&prefix) else { return };
+    fn end_fetch(
+        &mut self,
+        place: Place,
+        prefix: u64,
+        why: Option<&'static str>,
+        outcome: Outcome,
+    ) -> Result<(), Violation> {
+        let Some(fetching) = self.routers[place].fetching.remove(&prefix) else { return Ok(()) };
+        let Fetching { takes, gives, waits, keep, from, .. } = fetching;
         self.send_late(place, waits);
         for (link, call) in [Some(takes), gives].into_iter().flatten() {
             self.routers[place].fetch_calls.remove(&call);
@@ -245,7 +323,17 @@ impl World {
         }
         self.note(|| format!("prefix {prefix} of router {place}: {}", why.unwrap_or("fetched")));
         if let Some(why) = why {
-            *self.summary.fetches_failed.entry(why).or_default() += 1;
+            let failed = if keep.is_some() { &mut self.summary.keeps_failed } else { &mut self.summary.fetches_failed };
+            *failed.entry(why).or_default() += 1;
         }
+        match keep {
+            Some(keep) => return self.piece_over(place, keep, outcome),
+            // Prompts often wait for less time than a prefix takes: only that a store is gone is held against it.
+            None if outcome == (Outcome::NotGiven { gone: true }) => {
+                self.moved_apart(place, takes.0.1, from, outcome);
+            }
+            None => {}
+        }
+        Ok(())
     }
 }

@@ -42,7 +42,7 @@ impl World {
         let mut fetch = None;
         if let Some(flight) = router.choices.get_mut(&request) {
             flight.recovering = None;
-            fetch = flight.fetch.take_if(|_| leg == Leg::Decode);
+            fetch = flight.fetch.take_if(|fetch| router.fetching.get(fetch).is_none_or(|of| of.is_taken_by(link)));
             let stream = Some(Stream { call, link, lease });
             match leg {
                 Leg::Decode => flight.decode = stream,

@@ -12,7 +12,7 @@ use baton_membership::Role;
 use baton_types::{WorkerId, mix};
 
 use super::Fleet;
-use super::keeping::{Keep, LEAST, SAMPLE, holds};
+use super::keeping::{Keep, KeepSizes, SAMPLE, holds};
 use super::roster::Worker;
 use crate::kv_index::Holder;
 
@@ -105,7 +105,8 @@ impl Fleet {
     pub fn hot_copy(&mut self, names: &[BlockName], pool: &[Holder], now: Instant) -> Option<Keep> {
         let (size, role) = (self.block_size.max(1), self.computing());
         let hot = self.hot.leading(names);
-        let least = LEAST.div_ceil(size);
+        let KeepSizes { least, piece } = self.keeping.sizes;
+        let least = least.div_ceil(size);
         let last = names.get((hot as usize).checked_sub(1)?)?.short();
         let (from, blocks) = pool.iter().find_map(|holder| {
             let worker = self.roster.get(holder.worker).filter(|worker| worker.moves(now))?;
@@ -125,7 +126,7 @@ impl Fleet {
         let (to, has) = (to.id, holds(pool, to.id));
         let from = from.id;
         self.hot.give(to, blocks - has, now);
-        Some(Keep { to, from, has: has * size, tokens: blocks * size })
+        Some(Keep { to, from, has: has * size, tokens: blocks * size, piece })
     }
 }
 
@@ -184,7 +185,7 @@ mod tests {
         fleet.hot_copy(&names, pool, now)
     }
 
-    const COPY: Keep = Keep { to: WorkerId(2), from: WorkerId(1), has: 0, tokens: 640 };
+    const COPY: Keep = Keep { to: WorkerId(2), from: WorkerId(1), has: 0, tokens: 640, piece: 2048 };
 
     #[test]
     fn an_idle_worker_takes_what_is_hot_and_no_more() {

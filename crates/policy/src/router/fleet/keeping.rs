@@ -15,12 +15,23 @@ use super::placing::Known;
 use super::roster::Worker;
 use crate::kv_index::Holder;
 
-/// Fewest tokens that a store takes: less is not fetched from it either.
-pub(super) const LEAST: u32 = 128;
-/// Tokens that move at a time: a worker writes one prefix after the other, and requests may wait for the next.
-const PIECE: u32 = 2048;
 /// Uses of blocks after which their counts are halved. This takes four megabytes at most.
 pub(super) const SAMPLE: u64 = 1 << 20;
+
+/// How many tokens a KV store, or a worker ahead of need, takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KeepSizes {
+    /// Fewest tokens that it takes: less is not fetched from it either.
+    pub least: u32,
+    /// Tokens that move at a time, whole blocks: a worker writes one prefix after the other, and requests may wait for the next.
+    pub piece: u32,
+}
+
+impl Default for KeepSizes {
+    fn default() -> KeepSizes {
+        KeepSizes { least: 128, piece: 2048 }
+    }
+}
 
 /// What a store, or a worker ahead of need, takes from a worker, in pieces, each as a whole or not at all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,6 +44,8 @@ pub struct Keep {
     pub has: u32,
     /// Leading tokens that it will have, whole blocks.
     pub tokens: u32,
+    /// Tokens that move at a time.
+    pub piece: u32,
 }
 
 impl Keep {
@@ -41,8 +54,8 @@ impl Keep {
 
     /// After how many leading tokens each piece that moves ends, in order.
     pub fn pieces(&self) -> impl Iterator<Item = u32> + use<> {
-        let Keep { has, tokens, .. } = *self;
-        let ends = (1..).map(move |piece: u32| has.saturating_add(piece.saturating_mul(PIECE)));
+        let Keep { has, tokens, piece, .. } = *self;
+        let ends = (1..).map(move |count: u32| has.saturating_add(count.saturating_mul(piece.max(1))));
         ends.take_while(move |end| *end < tokens).chain([tokens])
     }
 }
@@ -54,12 +67,13 @@ pub(super) struct Keeping {
     min_uses: u8,
     /// Counts blocks, where one use is not enough.
     sketch: Option<Sketch>,
+    pub sizes: KeepSizes,
 }
 
 impl Keeping {
     /// Blocks are kept from this use on, at most [`Keep::MOST_USES`].
     pub fn new(min_uses: u8) -> Keeping {
-        Keeping { min_uses, sketch: (min_uses > 1).then(|| Sketch::new(SAMPLE)) }
+        Keeping { min_uses, sketch: (min_uses > 1).then(|| Sketch::new(SAMPLE)), sizes: KeepSizes::default() }
     }
 
     /// Counts a use of these blocks.
@@ -82,7 +96,12 @@ pub(super) fn holds(by: &[Holder], worker: WorkerId) -> u32 {
 impl Fleet {
     /// KV stores keep blocks from this use on, at most [`Keep::MOST_USES`]; 1: all.
     pub fn keep_from(&mut self, min_uses: u8) {
-        self.keeping = Keeping::new(min_uses);
+        self.keeping = Keeping { sizes: self.keeping.sizes, ..Keeping::new(min_uses) };
+    }
+
+    /// KV stores take so many tokens.
+    pub fn keep_sizes(&mut self, sizes: KeepSizes) {
+        self.keeping.sizes = sizes;
     }
 
     /// Whether there are KV stores.
@@ -118,7 +137,8 @@ impl Fleet {
         let has = has(store);
         let lacks = blocks.saturating_sub(has).saturating_mul(size);
         let [has, tokens] = [has, blocks].map(|blocks| blocks.saturating_mul(size));
-        (lacks >= LEAST).then_some(Keep { to: store.id, from, has, tokens })
+        let KeepSizes { least, piece } = self.keeping.sizes;
+        (lacks >= least).then_some(Keep { to: store.id, from, has, tokens, piece })
     }
 }
 
@@ -134,6 +154,7 @@ mod tests {
 
     const STORE: WorkerId = WorkerId(7);
     const WORKER: WorkerId = WorkerId(1);
+    const PIECE: u32 = 2048;
 
     fn member(id: u64, role: Role) -> Member {
         let mut member = baton_membership::testing::member(id);
@@ -167,7 +188,7 @@ mod tests {
     fn a_store_takes_what_it_lacks_from_the_worker_that_holds_most() {
         let (fleet, names) = (fleet(&two()), names(0, 100));
         assert!(fleet.has_stores());
-        let whole = Keep { to: STORE, from: WORKER, has: 0, tokens: 1600 };
+        let whole = Keep { to: STORE, from: WORKER, has: 0, tokens: 1600, piece: PIECE };
         assert_eq!(keep(&fleet, &names, &[holder(WORKER, 100)], &[]), Some(whole));
         let pool = [holder(WORKER, 100), holder(STORE, 60)];
         assert_eq!(keep(&fleet, &names, &pool, &[]), Some(Keep { has: 960, ..whole }));
@@ -184,12 +205,25 @@ mod tests {
     }
 
     #[test]
+    fn sizes_are_as_they_are_set_also_with_another_least_use() {
+        let (mut fleet, names) = (fleet(&two()), names(0, 4));
+        assert_eq!(keep(&fleet, &names, &[holder(WORKER, 4)], &[]), None);
+        fleet.keep_sizes(KeepSizes { least: 64, piece: 32 });
+        fleet.keep_from(1);
+        let kept = keep(&fleet, &names, &[holder(WORKER, 4)], &[]).unwrap();
+        assert_eq!(kept.pieces().collect::<Vec<_>>(), [32, 64]);
+        assert_eq!(keep(&fleet, &names, &[holder(WORKER, 3)], &[]), None);
+    }
+
+    #[test]
     fn pieces_end_where_the_next_begins_and_the_last_at_the_end() {
-        let pieces = |has, tokens| Keep { to: STORE, from: WORKER, has, tokens }.pieces().collect::<Vec<_>>();
+        let of = |has, tokens, piece| Keep { to: STORE, from: WORKER, has, tokens, piece }.pieces().collect::<Vec<_>>();
+        let pieces = |has, tokens| of(has, tokens, PIECE);
         assert_eq!(pieces(0, 1600), [1600]);
         assert_eq!(pieces(160, 2 * PIECE + 160), [PIECE + 160, 2 * PIECE + 160]);
         assert_eq!(pieces(0, PIECE + 16), [PIECE, PIECE + 16]);
         assert_eq!(pieces(0, u32::MAX).last(), Some(&u32::MAX));
+        assert_eq!([of(0, 3, 2), of(0, 2, 0)], [[2, 3], [1, 2]]);
     }
 
     #[test]
@@ -224,7 +258,7 @@ mod tests {
         let kept = keep(&two_kinds, &names(0, 100), &pool, &[]);
         assert_eq!(
             kept,
-            Some(Keep { to: WorkerId(8), from: WorkerId(2), has: 0, tokens: 1440 }),
+            Some(Keep { to: WorkerId(8), from: WorkerId(2), has: 0, tokens: 1440, piece: PIECE }),
             "of the kind that it keeps"
         );
     }

@@ -9,7 +9,7 @@ use baton_types::WorkerId;
 
 use super::Fleet;
 use super::hot::is_idle;
-use super::keeping::{Keep, LEAST, holds};
+use super::keeping::{Keep, KeepSizes, holds};
 use super::placing::Known;
 use super::roster::Worker;
 
@@ -30,7 +30,8 @@ impl Fleet {
         let here = || self.roster.serving().filter(|worker| worker.moves(now));
         let workers = || here().filter(|worker| worker.role != Role::KvStore);
         let in_pools = workers().map(|worker| holds(known.pool, worker.id)).max().unwrap_or(0);
-        let worth = |has: &u32| *has >= in_pools.saturating_add(LEAST.div_ceil(size));
+        let KeepSizes { least, piece } = self.keeping.sizes;
+        let worth = |has: &u32| *has >= in_pools.saturating_add(least.div_ceil(size));
         let own = workers().map(|worker| (holds(known.store, worker.id).min(blocks), worker.id));
         if let Some((has, worker)) = own.filter(|(has, _)| worth(has)).max() {
             return Some(Recall::Load(worker, has * size));
@@ -44,7 +45,7 @@ impl Fleet {
         // The one that has most of it.
         let to = workers().filter(takes).max_by_key(|worker| (holds(known.pool, worker.id), worker.id))?;
         let (from, has, tokens) = (store.id, holds(known.pool, to.id) * size, has(store) * size);
-        worth(&(tokens / size)).then_some(Recall::Take(Keep { to: to.id, from, has, tokens }))
+        worth(&(tokens / size)).then_some(Recall::Take(Keep { to: to.id, from, has, tokens, piece }))
     }
 }
 
@@ -101,7 +102,7 @@ mod tests {
     #[test]
     fn an_idle_worker_takes_what_only_a_store_of_its_own_has() {
         let fleet = fleet(|_| ());
-        let keep = Keep { to: WorkerId(2), from: WorkerId(4), has: 0, tokens: 960 };
+        let keep = Keep { to: WorkerId(2), from: WorkerId(4), has: 0, tokens: 960, piece: 2048 };
         assert_eq!(recalled(&fleet, &[held(4, 60)], &[]), Some(Recall::Take(keep)));
         assert_eq!(recalled(&fleet, &[], &[held(4, 60)]), Some(Recall::Take(keep)), "in its tiers");
         let rest = Keep { to: WorkerId(1), has: 160, ..keep };

@@ -1,4 +1,4 @@
-//! A session at a decode worker. It does with simulated sockets what the session's thread does with real ones.
+//! A session at the worker that takes KV. It does with simulated sockets what the session's thread does with real ones.
 
 use std::collections::BTreeMap;
 
@@ -8,13 +8,13 @@ use baton_types::{Epoch, WorkerId};
 use crate::arrival::Greeted;
 use crate::arriving::Coming;
 use crate::end::End;
-use crate::events::{Event, Line, Place, Process};
+use crate::events::{Event, Line, Process};
 use crate::stream::{Micros, Timer};
 use crate::world::World;
 use crate::{Sabotage, Violation};
 
 /// A session, or a connection that is still in the handshake.
-pub(crate) struct DecodeSession {
+pub(crate) struct ReceiverSession {
     pub line: Line,
     pub kind: TransportKind,
     /// Set once the peer has identified itself.
@@ -47,9 +47,9 @@ pub(crate) enum Stop {
     Broken(Violation),
 }
 
-impl DecodeSession {
-    pub(crate) fn new(line: Line, kind: TransportKind) -> DecodeSession {
-        DecodeSession {
+impl ReceiverSession {
+    pub(crate) fn new(line: Line, kind: TransportKind) -> ReceiverSession {
+        ReceiverSession {
             line,
             kind,
             inbound: None,
@@ -79,71 +79,71 @@ impl DecodeSession {
 }
 
 impl World {
-    pub(crate) fn wake_decode(&mut self, line: Line) {
+    pub(crate) fn wake_receiver(&mut self, line: Line) {
         let at = self.soon();
-        self.events.plan(at, Event::DecodeTurn { line });
+        self.events.plan(at, Event::ReceiverTurn { line });
     }
 
     /// The session learns that its peer's process has died.
     pub(crate) fn died(&mut self, line: Line) -> Result<(), Violation> {
-        let place = self.lines.get(&line).map(|connection| connection.decode);
-        if let Some(session) = place.and_then(|place| self.decodes[place].sessions.get_mut(&line)) {
+        let here = self.lines.get(&line).map(|connection| connection.to);
+        if let Some(session) = here.and_then(|here| self.receivers[here].sessions.get_mut(&line)) {
             session.dead = true;
-            self.wake_decode(line);
+            self.wake_receiver(line);
         }
         Ok(())
     }
 
     /// Takes a turn of the session that has this connection: does all that can be done now, or a part of it.
-    pub(crate) fn decode_turn(&mut self, line: Line) -> Result<(), Violation> {
-        let Some((place, life)) = self.lines.get(&line).map(|c| (c.decode, c.decode_life)) else { return Ok(()) };
-        let decode = &mut self.decodes[place];
-        if decode.life != life {
+    pub(crate) fn receiver_turn(&mut self, line: Line) -> Result<(), Violation> {
+        let Some((here, life)) = self.lines.get(&line).map(|c| (c.to, c.to_life)) else { return Ok(()) };
+        let receiver = &mut self.receivers[here];
+        if receiver.life != life {
             return Ok(());
         }
-        let line = decode.streams.get(&line).copied().unwrap_or(line);
-        let Some(mut session) = decode.sessions.remove(&line) else { return Ok(()) };
+        let line = receiver.streams.get(&line).copied().unwrap_or(line);
+        let Some(mut session) = receiver.sessions.remove(&line) else { return Ok(()) };
         let mut owner = None;
         if session.ended.is_none() {
-            match self.serve(place, &mut session) {
+            match self.serve(here, &mut session) {
                 Ok(joins) => owner = joins,
                 Err(Stop::Broken(violation)) => return Err(violation),
-                Err(Stop::Ended(error)) => self.wind_up(place, &mut session, error),
+                Err(Stop::Ended(error)) => self.wind_up(here, &mut session, error),
             }
         }
         match owner {
-            Some(owner) => self.hand_over(place, &mut session, owner),
-            None if !self.sever(place, &mut session) => drop(self.decodes[place].sessions.insert(line, session)),
-            None => self.decodes[place].forget(line),
+            Some(owner) => self.hand_over(here, &mut session, owner),
+            None if !self.sever(here, &mut session) => drop(self.receivers[here].sessions.insert(line, session)),
+            None => self.receivers[here].forget(line),
         }
-        self.after(place)
+        self.after(here)
     }
 
     /// Ends a session: what is in flight fails, and nothing more is read.
-    fn wind_up(&mut self, place: Place, session: &mut DecodeSession, error: TransferError) {
+    fn wind_up(&mut self, here: Process, session: &mut ReceiverSession, error: TransferError) {
         if let Some(inbound) = &mut session.inbound {
-            inbound.lost(&mut self.decodes[place].ledger, &error);
+            inbound.lost(&mut self.receivers[here].ledger, &error);
         }
         session.ended = Some(error);
         let joined = std::mem::take(&mut session.joined);
         session.ends.iter().chain(&joined).for_each(|end| self.close_up(end.line));
     }
 
-    /// Closes a connection from the decode worker's side. What the peer sends from now on is lost.
+    /// Closes a connection from the receiving side. What the peer sends from now on is lost.
     pub(crate) fn close_up(&mut self, line: Line) {
         let delay = self.faults.delay(&mut self.random);
         let Some(connection) = self.lines.get_mut(&line) else { return };
         let at = connection.down.finish(self.now, delay);
-        let turn = connection.prefill_turn();
+        let turn = connection.sender_turn();
         connection.up.cut(self.now, at);
         self.events.plan(at, turn);
     }
 
     /// Gives back what an ended session held, once the peer provably cannot write. True when the session is over.
-    fn sever(&mut self, place: Place, session: &mut DecodeSession) -> bool {
+    fn sever(&mut self, here: Process, session: &mut ReceiverSession) -> bool {
         let Some(error) = &session.ended else { return false };
         let careless = self.broken(Sabotage::FreeOnLost);
-        let ledger = &mut self.decodes[place].ledger;
+        let ledger = &mut self.receivers[here].ledger;
         let Some(inbound) = &mut session.inbound else { return true };
         let has_pool = session.pool_given && !careless;
         let reach = PeerReach { has_pool, gone: session.dead, superseded: session.superseded };
@@ -151,17 +151,17 @@ impl World {
     }
 
     /// Serves a session. Returns the session it joins, if it turns out to be a further connection of that one.
-    fn serve(&mut self, place: Place, session: &mut DecodeSession) -> Result<Option<Line>, Stop> {
+    fn serve(&mut self, here: Process, session: &mut ReceiverSession) -> Result<Option<Line>, Stop> {
         session.ends.append(&mut session.joined);
-        self.listen(place, session);
+        self.listen(here, session);
         loop {
             if session.superseded {
                 return Err(session.lost("it started another session"));
             }
-            self.obey_fences(place, session);
+            self.obey_fences(here, session);
             let moved = match session.inbound {
-                Some(_) => self.read_round(place, session)?,
-                None => match self.greet(place, session)? {
+                Some(_) => self.read_round(here, session)?,
+                None => match self.greet(here, session)? {
                     Greeted::Waits => false,
                     Greeted::Guest => true,
                     Greeted::Joins(owner) => return Ok(Some(owner)),
@@ -173,18 +173,18 @@ impl World {
             }
             if self.random.chance(200) {
                 // Other threads run in between.
-                self.wake_decode(session.line);
+                self.wake_receiver(session.line);
                 break;
             }
         }
-        self.beat(place, session);
-        self.flush_decode(session);
+        self.beat(here, session);
+        self.flush_receiver(session);
         self.look_for_ends(session)?;
         Ok(None)
     }
 
     /// Takes in the bytes that have arrived.
-    fn listen(&mut self, place: Place, session: &mut DecodeSession) {
+    fn listen(&mut self, here: Process, session: &mut ReceiverSession) {
         let (mut heard, now) = (false, self.now);
         for end in &mut session.ends {
             let Some(connection) = self.lines.get_mut(&end.line) else { continue };
@@ -193,17 +193,17 @@ impl World {
                 heard = true;
             }
         }
-        let instant = self.clock_now(Process::Decode(place));
+        let instant = self.clock_now(here);
         if heard
             && let Some(inbound) = session.inbound.as_mut()
             && inbound.heard(instant)
         {
-            inbound.renew(instant, &mut self.decodes[place].ledger);
+            inbound.renew(instant, &mut self.receivers[here].ledger);
         }
     }
 
     /// Ends the session if one of its connections has ended. A connection that has carried nothing yet is only dropped.
-    fn look_for_ends(&mut self, session: &mut DecodeSession) -> Result<(), Stop> {
+    fn look_for_ends(&mut self, session: &mut ReceiverSession) -> Result<(), Stop> {
         for at in (0..session.ends.len()).rev() {
             let (line, stream) = (session.ends[at].line, session.ends[at].stream);
             let ended = self.lines.get(&line).is_none_or(|connection| connection.up.has_ended(self.now));
@@ -220,7 +220,7 @@ impl World {
     }
 
     /// Whether the bytes that have arrived over a connection allow no further step.
-    fn starved(&self, session: &mut DecodeSession, at: usize) -> bool {
+    fn starved(&self, session: &mut ReceiverSession, at: usize) -> bool {
         let limits = FrameLimits::new(&self.limits, 2);
         let end = &session.ends[at];
         match session.inbound.as_mut().and_then(|inbound| inbound.payload(end.stream)) {
@@ -229,25 +229,25 @@ impl World {
         }
     }
 
-    fn obey_fences(&mut self, place: Place, session: &mut DecodeSession) {
+    fn obey_fences(&mut self, here: Process, session: &mut ReceiverSession) {
         for epoch in std::mem::take(&mut session.fences) {
             if let Some(inbound) = &mut session.inbound {
-                inbound.fence(epoch, &mut self.decodes[place].ledger);
+                inbound.fence(epoch, &mut self.receivers[here].ledger);
             }
         }
     }
 
     /// Reads once from each connection; skips some at random, as other work may come first. False when there was nothing to read.
-    fn read_round(&mut self, place: Place, session: &mut DecodeSession) -> Result<bool, Stop> {
+    fn read_round(&mut self, here: Process, session: &mut ReceiverSession) -> Result<bool, Stop> {
         let mut moved = false;
         for at in 0..session.ends.len() {
-            moved |= session.ends.len() > 1 && self.random.chance(300) || self.read_some(place, session, at)?;
+            moved |= session.ends.len() > 1 && self.random.chance(300) || self.read_some(here, session, at)?;
         }
         Ok(moved)
     }
 
     /// Queues the session's answers.
-    fn answer(&mut self, session: &mut DecodeSession) {
+    fn answer(&mut self, session: &mut ReceiverSession) {
         while let Some(answer) = session.inbound.as_mut().and_then(Inbound::next_answer) {
             session.pool_given |= matches!(answer, Frame::Granted { .. }) && session.kind == TransportKind::Shm;
             session.own().outbox.push(&answer);
@@ -255,24 +255,24 @@ impl World {
     }
 
     /// Sends a heartbeat when one is due and nothing else waits to leave.
-    fn beat(&mut self, place: Place, session: &mut DecodeSession) {
-        let now = self.clock_now(Process::Decode(place));
+    fn beat(&mut self, here: Process, session: &mut ReceiverSession) {
+        let now = self.clock_now(here);
         let may_say = session.own().outbox.is_empty();
         let Some(inbound) = &mut session.inbound else { return };
         let next = inbound.beat(now, may_say);
         self.answer(session);
         if let Some(at) = next {
-            self.set_decode_timer(session, self.micros(Process::Decode(place), at));
+            self.set_receiver_timer(session, self.micros(here, at));
         }
     }
 
-    pub(crate) fn flush_decode(&mut self, session: &mut DecodeSession) {
+    pub(crate) fn flush_receiver(&mut self, session: &mut ReceiverSession) {
         let mut left = false;
         for end in &mut session.ends {
             let Some(connection) = self.lines.get_mut(&end.line) else { continue };
             let none = |_| Vec::new();
             let last = end.outbox.flush(&mut connection.down, self.now, &mut self.random, &mut self.faults, none);
-            let turn = connection.prefill_turn();
+            let turn = connection.sender_turn();
             if let Some(at) = last {
                 self.events.plan(at, turn);
             }
@@ -280,14 +280,14 @@ impl World {
         }
         if left {
             // The streams have room again once the peer has read.
-            self.set_decode_timer(session, self.now + 1_000);
+            self.set_receiver_timer(session, self.now + 1_000);
         }
     }
 
-    fn set_decode_timer(&mut self, session: &mut DecodeSession, at: Micros) {
+    fn set_receiver_timer(&mut self, session: &mut ReceiverSession, at: Micros) {
         let at = at.max(self.now + 1);
         if session.timer.set(at, self.now) {
-            self.events.plan(at, Event::DecodeTurn { line: session.line });
+            self.events.plan(at, Event::ReceiverTurn { line: session.line });
         }
     }
 }

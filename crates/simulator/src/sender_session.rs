@@ -1,4 +1,4 @@
-//! A session at a prefill worker. It does with simulated sockets and transports what the session's thread does with real ones.
+//! A session at the worker that gives KV. It does with simulated sockets and transports what the session's thread does with real ones.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use baton_types::WorkerId;
 
 use crate::copying::{Copying, Mapped, Sending};
 use crate::end::End;
-use crate::events::{Event, Life, Line, Place, Process, Serial};
+use crate::events::{Event, Life, Line, Process, Serial};
 use crate::joining::Asked;
 use crate::stream::{Micros, Timer};
 use crate::world::World;
@@ -47,9 +47,9 @@ pub(crate) enum Phase {
     Over,
 }
 
-/// The prefill worker's end of a session, and its transport.
-pub(crate) struct PrefillSession {
-    pub decode: Place,
+/// The giving worker's end of a session, and its transport.
+pub(crate) struct SenderSession {
+    pub to: Process,
     pub peer: WorkerId,
     pub kind: TransportKind,
     pub serial: Serial,
@@ -78,7 +78,7 @@ pub(crate) struct PrefillSession {
     pub timer: Timer,
 }
 
-impl PrefillSession {
+impl SenderSession {
     /// The session's own connection.
     pub(crate) fn own(&mut self) -> &mut End {
         &mut self.ends[0]
@@ -98,59 +98,59 @@ pub(crate) enum Stop {
 }
 
 impl World {
-    pub(crate) fn wake_prefill(&mut self, prefill: Place, session: Serial) {
+    pub(crate) fn wake_sender(&mut self, process: Process, session: Serial) {
         let at = self.soon();
-        self.plan_prefill_turn(prefill, session, at);
+        self.plan_sender_turn(process, session, at);
     }
 
     /// Takes a turn of a session: does all that can be done now, or a part of it.
-    pub(crate) fn prefill_turn(&mut self, place: Place, life: Life, serial: Serial) -> Result<(), Violation> {
-        if self.prefills[place].life != life {
+    pub(crate) fn sender_turn(&mut self, here: Process, life: Life, serial: Serial) -> Result<(), Violation> {
+        if self.senders[here].life != life {
             return Ok(());
         }
-        let Some(mut session) = self.prefills[place].sessions.remove(&serial) else { return Ok(()) };
-        match self.session_turn(place, &mut session) {
+        let Some(mut session) = self.senders[here].sessions.remove(&serial) else { return Ok(()) };
+        match self.session_turn(here, &mut session) {
             Ok(()) => {}
             Err(Stop::Broken(violation)) => return Err(violation),
-            Err(Stop::Ended(error)) => self.over(place, &mut session, error),
+            Err(Stop::Ended(error)) => self.over(here, &mut session, error),
         }
         if session.phase != Phase::Over {
-            self.flush_prefill(place, &mut session)?;
-            self.prefills[place].sessions.insert(serial, session);
+            self.flush_sender(here, &mut session)?;
+            self.senders[here].sessions.insert(serial, session);
         } else {
-            let waits = |next: &&PrefillSession| next.before == Some(serial);
-            let next = self.prefills[place].sessions.values().find(waits).map(|next| next.serial);
-            next.into_iter().for_each(|next| self.wake_prefill(place, next));
+            let waits = |next: &&SenderSession| next.before == Some(serial);
+            let next = self.senders[here].sessions.values().find(waits).map(|next| next.serial);
+            next.into_iter().for_each(|next| self.wake_sender(here, next));
         }
-        self.reported(place)
+        self.reported(here)
     }
 
-    fn session_turn(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+    fn session_turn(&mut self, here: Process, session: &mut SenderSession) -> Result<(), Stop> {
         if matches!(session.phase, Phase::Waiting | Phase::Greeting { .. } | Phase::Joining { .. }) {
-            self.tend(place, session);
+            self.tend(here, session);
         }
         match session.phase.clone() {
-            Phase::Waiting => self.wait_for_before(place, session),
+            Phase::Waiting => self.wait_for_before(here, session),
             Phase::Excusing { .. } | Phase::Pausing { .. } if session.line.is_stopped() => {
                 self.leave_session(session);
                 Ok(())
             }
             Phase::Pausing { until } => {
                 if until <= self.now {
-                    self.try_excuse(place, session);
+                    self.try_excuse(here, session);
                 }
                 Ok(())
             }
-            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(place, session),
+            Phase::Greeting { .. } | Phase::Excusing { .. } => self.greeting(here, session),
             Phase::Joining { until } => {
-                self.joining(place, session, until);
+                self.joining(here, session, until);
                 Ok(())
             }
-            Phase::Open => self.work(place, session),
+            Phase::Open => self.work(here, session),
             Phase::Closing { until, error } => {
-                self.flush_prefill(place, session).map_err(Stop::Broken)?;
+                self.flush_sender(here, session).map_err(Stop::Broken)?;
                 if session.own().outbox.is_empty() || until <= self.now {
-                    self.hang_up(place, session, &error);
+                    self.hang_up(here, session, &error);
                 }
                 Ok(())
             }
@@ -162,58 +162,58 @@ impl World {
         let delay = self.faults.delay(&mut self.random);
         if let Some(connection) = self.lines.get_mut(&line) {
             let at = connection.up.finish(self.now, delay);
-            self.events.plan(at, Event::DecodeTurn { line });
+            self.events.plan(at, Event::ReceiverTurn { line });
         }
     }
 
     /// An open session's turn.
-    fn work(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
+    fn work(&mut self, here: Process, session: &mut SenderSession) -> Result<(), Stop> {
         if let Some(error) = session.line.is_over() {
             return Err(Stop::Ended(error));
         }
-        let now = self.clock_now(Process::Prefill(place));
-        let due = self.look(place, session);
+        let now = self.clock_now(here);
+        let due = self.look(here, session);
         let rest = session.line.rest(session.peer, now);
-        while self.copy_some(place, session)? {
+        while self.copy_some(here, session)? {
             if self.random.chance(300) {
-                self.wake_prefill(place, session.serial);
+                self.wake_sender(here, session.serial);
                 break;
             }
         }
         let may_say = session.own().outbox.is_empty();
         let beat = session.outbound.beat(now, may_say);
-        self.carry_out(place, session);
-        self.flush_prefill(place, session).map_err(Stop::Broken)?;
+        self.carry_out(here, session);
+        self.flush_sender(here, session).map_err(Stop::Broken)?;
         if !session.sending.is_empty() && session.ends.iter().all(|end| end.outbox.is_empty()) {
             // The batch that held back the next one has just left.
-            self.wake_prefill(place, session.serial);
+            self.wake_sender(here, session.serial);
         }
         if let Some(at) = [due, beat, rest].into_iter().flatten().min() {
-            self.set_prefill_timer(place, session, self.micros(Process::Prefill(place), at));
+            self.set_sender_timer(here, session, self.micros(here, at));
         }
-        self.read(place, session)
+        self.read(here, session)
     }
 
     /// Handles handoffs that were aborted, have begun, or have expired. Returns when the next one expires. Sometimes does nothing: owners
     /// act on other threads, so what they do may also come right after this look and before the next step.
-    fn look(&mut self, place: Place, session: &mut PrefillSession) -> Option<Instant> {
+    fn look(&mut self, here: Process, session: &mut SenderSession) -> Option<Instant> {
         if self.random.chance(100) {
-            self.wake_prefill(place, session.serial);
+            self.wake_sender(here, session.serial);
             return None;
         }
-        let now = self.clock_now(Process::Prefill(place));
+        let now = self.clock_now(here);
         for (epoch, quiet) in session.line.take_aborts() {
             session.outbound.abort(epoch, quiet, now, &mut session.line);
         }
-        self.carry_out(place, session);
+        self.carry_out(here, session);
         let deadlines = !self.broken(Sabotage::IgnoreDeadlines);
         let due = if deadlines { session.outbound.expire(now, &mut session.line) } else { None };
-        self.carry_out(place, session);
+        self.carry_out(here, session);
         due
     }
 
-    fn read(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Stop> {
-        let now = self.clock_now(Process::Prefill(place));
+    fn read(&mut self, here: Process, session: &mut SenderSession) -> Result<(), Stop> {
+        let now = self.clock_now(here);
         if self.receive(session.own()) {
             session.outbound.heard(now);
         }
@@ -226,8 +226,8 @@ impl World {
             }
             let kind = session.kind;
             session.outbound.frame(frame, kind, now, &mut session.line).map_err(Stop::Ended)?;
-            self.carry_out(place, session);
-            self.wake_prefill(place, session.serial);
+            self.carry_out(here, session);
+            self.wake_sender(here, session.serial);
         }
         for end in &mut session.ends[1..] {
             if self.receive(end) {
@@ -240,8 +240,8 @@ impl World {
         }
     }
 
-    pub(crate) fn carry_out(&mut self, place: Place, session: &mut PrefillSession) {
-        let now = self.clock_now(Process::Prefill(place));
+    pub(crate) fn carry_out(&mut self, here: Process, session: &mut SenderSession) {
+        let now = self.clock_now(here);
         for effect in session.outbound.take_effects() {
             match effect {
                 Effect::Cancel(epoch) => {
@@ -253,7 +253,7 @@ impl World {
                     session.own().outbox.push(&frame);
                 }
                 Effect::Report(done, outcome) => {
-                    if let Some(paths) = self.prefills[place].paths.get_mut(session.peer) {
+                    if let Some(paths) = self.senders[here].paths.get_mut(session.peer) {
                         paths.ended(session.kind, &outcome, &mut session.meter, now);
                     }
                     done.report(outcome);
@@ -265,27 +265,27 @@ impl World {
     }
 
     /// Sends what the connections take. A closing session sends over its own connection only.
-    fn flush_prefill(&mut self, place: Place, session: &mut PrefillSession) -> Result<(), Violation> {
+    fn flush_sender(&mut self, here: Process, session: &mut SenderSession) -> Result<(), Violation> {
         let ends = if matches!(session.phase, Phase::Closing { .. }) { 1 } else { session.ends.len() };
         let mut left = false;
         for end in &mut session.ends[..ends] {
-            self.flush_end(place, end)?;
+            self.flush_end(here, end)?;
             left |= !end.outbox.is_empty();
         }
         for asked in &mut session.asked {
-            self.flush_end(place, &mut asked.end)?;
+            self.flush_end(here, &mut asked.end)?;
             left |= !asked.end.outbox.is_empty();
         }
         if left {
             // The streams have room again once the peer has read.
-            self.set_prefill_timer(place, session, self.now + 1_000);
+            self.set_sender_timer(here, session, self.now + 1_000);
         }
         Ok(())
     }
 
-    fn flush_end(&mut self, place: Place, end: &mut End) -> Result<(), Violation> {
+    fn flush_end(&mut self, here: Process, end: &mut End) -> Result<(), Violation> {
         let Some(connection) = self.lines.get_mut(&end.line) else { return Ok(()) };
-        let memory = &self.prefills[place].memory;
+        let memory = &self.senders[here].memory;
         let mut stray = None;
         let read = |range: (usize, usize)| {
             if memory.owner_at(range.0).is_none() {
@@ -298,15 +298,15 @@ impl World {
             return Err(self.violation("I3", format!("local bytes at {offset} are read after they were given back")));
         }
         if let Some(at) = last {
-            self.events.plan(at, Event::DecodeTurn { line: end.line });
+            self.events.plan(at, Event::ReceiverTurn { line: end.line });
         }
         Ok(())
     }
 
-    pub(crate) fn set_prefill_timer(&mut self, place: Place, session: &mut PrefillSession, at: Micros) {
+    pub(crate) fn set_sender_timer(&mut self, here: Process, session: &mut SenderSession, at: Micros) {
         let at = at.max(self.now + 1);
         if session.timer.set(at, self.now) {
-            self.plan_prefill_turn(place, session.serial, at);
+            self.plan_sender_turn(here, session.serial, at);
         }
     }
 }
