@@ -67,6 +67,8 @@ impl Router {
         let (least_uses, sizes) = world.keep_settings();
         fleet.keep_from(least_uses);
         fleet.keep_sizes(sizes);
+        let (from, percent) = world.hot_settings();
+        fleet.copy_hot(from, percent);
         let (follow, first) = Follow::start(life, world.clock_now(Process::Router(place)));
         let router = Router {
             life,

@@ -31,6 +31,8 @@ pub struct Summary {
     pub fetches_failed: BTreeMap<&'static str, u64>,
     /// Pieces of what workers computed that KV stores took.
     pub kept: u64,
+    /// Pieces of hot prefixes that idle workers took.
+    pub hot: u64,
     /// Pieces that routers wanted kept and that were not, by what became of them.
     pub keeps_failed: BTreeMap<&'static str, u64>,
     /// Prefixes that workers took from KV stores.
@@ -82,6 +84,7 @@ impl Summary {
             (&mut self.fetched, other.fetched),
             (&mut self.rows_fetched, other.rows_fetched),
             (&mut self.kept, other.kept),
+            (&mut self.hot, other.hot),
             (&mut self.given, other.given),
             (&mut self.outlived, other.outlived),
             (&mut self.given_tokens, other.given_tokens),

@@ -44,6 +44,7 @@ fn no_invariant_is_violated_under_faults() {
     }
     // KV stores took what workers computed and gave it to others, also after its workers were gone, or it did not move for every reason.
     assert!(sum.kept > 150 && sum.given > 80 && sum.given_tokens > 50, "{sum:?}");
+    assert!(sum.hot > 5, "idle workers took {} pieces of hot prefixes", sum.hot);
     for why in ["not lent", "not served", "not fetched", "lost"] {
         assert!(sum.keeps_failed.contains_key(why), "nothing that was to be kept was {why}: {sum:?}");
     }

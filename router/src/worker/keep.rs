@@ -26,6 +26,8 @@ const MOVING: usize = 2;
 /// How long a store may take to lend blocks for a piece, and the piece to move.
 const LENDS: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(10);
+/// A prefix that so many requests use in a minute is hot.
+pub(super) const HOT: u8 = 8;
 /// Names that are counted while placements wait.
 const COUNTED: usize = 256;
 

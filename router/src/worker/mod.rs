@@ -44,7 +44,7 @@ use link::{WorkerChannel, WorkerLink, WorkerTls};
 
 pub(crate) use fetch::{Allowed, FetchBegins};
 use fetch::{Failed, Wish};
-use keep::Keeper;
+use keep::{HOT, Keeper};
 pub(crate) use legs::{Leg, Word, open_decode, open_prefill, traced};
 pub(crate) use look::Seen;
 use recall::Recaller;
@@ -153,7 +153,7 @@ impl Workers {
         fleet.reserve_late(Some(late_reservation));
         // The settings were checked.
         fleet.keep_from(config.kv_store_min_uses as u8);
-        fleet.copy_hot(config.hot_prefix_percent);
+        fleet.copy_hot(HOT, config.hot_prefix_percent);
         let table = Table {
             capacity: fleet.capacity(),
             gate_room: fleet.gate_room(fair_window),

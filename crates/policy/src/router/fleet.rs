@@ -173,7 +173,7 @@ impl Fleet {
             late: None,
             seed,
             keeping: Keeping::new(1),
-            hot: Hot::new(0),
+            hot: Hot::new(1, 0),
         }
     }
 

@@ -1,5 +1,6 @@
-//! How a simulated router has KV stores take what workers computed, as `router/src/worker/keep.rs` does: a little after a request has ended it
-//! asks the fleet what a store should take, and has it moved piece by piece, as prefixes move for prompts ([`super::fetching`]).
+//! How a simulated router has KV stores take what workers computed, and idle workers what many prompts begin with, as
+//! `router/src/worker/keep.rs` does: a little after a request has ended it asks the fleet who should take what, and has it moved piece by piece,
+//! as prefixes move for prompts ([`super::fetching`]).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -36,6 +37,8 @@ struct Keeping {
     looks: usize,
     /// What moves now, and where its pieces end that are still to come.
     moves: Option<(Keep, VecDeque<u32>)>,
+    /// It moves to an idle worker.
+    hot: bool,
 }
 
 /// What KV stores are to take.
@@ -67,16 +70,26 @@ impl World {
         (uses, sizes)
     }
 
-    /// Has a store take these blocks of a request that has ended, if there is one and it lacks them.
+    /// From which use on a prefix is hot here, and how much of its pool a worker is given at most, in percent; in half of the runs nothing.
+    pub(super) fn hot_settings(&self) -> (u8, u32) {
+        let bits = mix(self.seed ^ 62);
+        let none = self.options.faults.is_some() || bits.is_multiple_of(2);
+        (2 + (bits >> 8) as u8 % 2, if none { 0 } else { 100 })
+    }
+
+    /// Has a store take these blocks of a request that has ended, if there is one and it lacks them, and an idle worker what is hot of
+    /// them.
     pub(super) fn keep(&mut self, place: Place, request: u64, names: Vec<BlockName>, tokens: &[u32]) {
         let router = &mut self.routers[place];
         let keeps = &mut router.keeps;
-        if !router.fleet.has_stores() || names.is_empty() || keeps.open.len() >= WAITING {
+        if !(router.fleet.has_stores() || router.fleet.copies_hot()) || names.is_empty() || keeps.open.len() >= WAITING
+        {
             return;
         }
         keeps.next += 1;
         let (keep, salt) = (keeps.next, self.clients[request as usize].salt);
-        let keeping = Keeping { request, names: names.into(), tokens: tokens.to_vec(), salt, looks: 0, moves: None };
+        let keeping =
+            Keeping { request, names: names.into(), tokens: tokens.to_vec(), salt, looks: 0, moves: None, hot: false };
         keeps.open.insert(keep, keeping);
         self.plan_keep(place, keep, LOOKS[0]);
     }
@@ -88,13 +101,15 @@ impl World {
 
     /// It is time to look for a request's blocks. In the later stages of a run nothing more is moved.
     pub(crate) fn look_to_keep(&mut self, place: Place, keep: u64) -> Result<(), Violation> {
-        let (ended, router) = (self.has_calmed(), &mut self.routers[place]);
+        let (ended, now) = (self.has_calmed(), self.clock_now(Process::Router(place)));
+        let router = &mut self.routers[place];
         let Some(keeping) = router.keeps.open.get_mut(&keep).filter(|_| !ended) else {
             router.keeps.open.remove(&keep);
             return Ok(());
         };
         if keeping.looks == 0 {
             router.fleet.used(&keeping.names);
+            router.fleet.used_hot(&keeping.names, now);
         }
         keeping.looks += 1;
         router.keeps.waiting.push_back(keep);
@@ -108,10 +123,10 @@ impl World {
         {
             self.routers[place].keeps.moving += 1;
             match self.lacking(place, keep).filter(|_| !self.has_calmed()) {
-                Some(what) => {
-                    self.check_keep(place, keep, &what)?;
+                Some((what, hot)) => {
+                    self.check_keep(place, keep, &what, hot)?;
                     if let Some(keeping) = self.routers[place].keeps.open.get_mut(&keep) {
-                        keeping.moves = Some((what, what.pieces().collect()));
+                        (keeping.moves, keeping.hot) = (Some((what, what.pieces().collect())), hot);
                     }
                     self.next_piece(place, keep);
                 }
@@ -121,12 +136,14 @@ impl World {
         Ok(())
     }
 
-    /// What a store should take of it.
-    fn lacking(&mut self, place: Place, keep: u64) -> Option<Keep> {
+    /// What a store should take of it, or an idle worker.
+    fn lacking(&mut self, place: Place, keep: u64) -> Option<(Keep, bool)> {
         let now = self.clock_now(Process::Router(place));
         let names = Arc::clone(&self.routers[place].keeps.open.get(&keep)?.names);
         let (pool, store) = (self.routers[place].index.find(&names, 32, 0), self.in_tiers(place, &names));
-        self.routers[place].fleet.keep(&names, Known { pool: &pool, store: &store }, now)
+        let fleet = &mut self.routers[place].fleet;
+        let kept = fleet.keep(&names, Known { pool: &pool, store: &store }, now).map(|keep| (keep, false));
+        kept.or_else(|| Some((fleet.hot_copy(&names, &pool, now)?, true)))
     }
 
     /// How much of it KV stores have below their pools, those with most first. No news of that is lost here.
@@ -143,7 +160,7 @@ impl World {
     }
 
     /// What is to be moved is of use, and asked of those who can do it: a statement of its own of what the fleet decides.
-    fn check_keep(&mut self, place: Place, keep: u64, what: &Keep) -> Result<(), Violation> {
+    fn check_keep(&mut self, place: Place, keep: u64, what: &Keep, hot: bool) -> Result<(), Violation> {
         self.look_at("delivery");
         let router = &self.routers[place];
         let size = self.geometry.layout.block_size;
@@ -152,12 +169,20 @@ impl World {
         let [taker, giver] = [to, from].map(|worker| view.get(worker));
         let silent = router.keeps.silent.get(&to).is_some_and(|at| self.now < at + PAUSE / 2);
         let most = router.keeps.open.get(&keep).map_or(0, |keeping| keeping.names.len() as u32 * size);
+        let prefill = view.members.iter().any(|member| member.role == Role::Prefill);
+        let busy = router.fleet.members().any(|worker| worker.member.id == to && worker.in_flight > 0);
         let wrong = match (taker, giver) {
-            (Some(taker), Some(_)) if taker.role != Role::KvStore => "to a worker that is no KV store",
-            (Some(_), Some(giver)) if giver.role == Role::KvStore => "from another KV store",
+            (Some(taker), Some(_)) if !hot && taker.role != Role::KvStore => "to a worker that is no KV store",
+            (Some(_), Some(giver)) if !hot && giver.role == Role::KvStore => "from another KV store",
+            (Some(taker), Some(_)) if hot && taker.role == Role::KvStore => "that are hot, to a KV store",
+            (Some(taker), Some(_)) if hot && prefill && taker.role != Role::Prefill => {
+                "to a worker that computes few prompts"
+            }
+            (Some(_), Some(_)) if hot && busy => "to a worker that is not idle",
             (Some(taker), Some(giver)) if taker.exchanges != giver.exchanges => "that is other KV",
             (Some(taker), Some(giver)) if taker.draining || giver.draining => "of those that drain",
-            (Some(_), Some(_)) if silent => "to a KV store that was silent just now",
+            // Requests notice a silent worker; a store has none.
+            (Some(_), Some(_)) if !hot && silent => "to a KV store that was silent just now",
             (Some(_), Some(_)) if has >= tokens || tokens > most || tokens % size != 0 => "that are none",
             (Some(_), Some(_)) => return Ok(()),
             _ => "of those that are not there",
@@ -181,12 +206,14 @@ impl World {
     /// A piece has moved, or not.
     pub(super) fn piece_over(&mut self, place: Place, keep: u64, outcome: Outcome) -> Result<(), Violation> {
         let keeping = self.routers[place].keeps.open.get(&keep);
-        let Some((Keep { to, from, .. }, _)) = keeping.and_then(|keeping| keeping.moves.as_ref()) else {
-            return Ok(());
-        };
-        let (to, from) = (*to, *from);
+        let moves = keeping.and_then(|keeping| Some((keeping.moves.as_ref()?.0, keeping.hot)));
+        let Some((Keep { to, from, .. }, hot)) = moves else { return Ok(()) };
         self.moved_apart(place, to, from, outcome);
         match outcome {
+            Outcome::Moved if hot => {
+                self.summary.hot += 1;
+                self.next_piece(place, keep);
+            }
             Outcome::Moved => {
                 self.summary.kept += 1;
                 if let Some(giver) = self.routers[place].knew.get(&from).copied() {

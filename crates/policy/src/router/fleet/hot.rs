@@ -16,8 +16,6 @@ use super::keeping::{Keep, KeepSizes, SAMPLE, holds};
 use super::roster::Worker;
 use crate::kv_index::Holder;
 
-/// A prefix with so many uses is hot.
-const HOT: u8 = 8;
 /// Counts are halved so often.
 const HALVED_EVERY: Duration = Duration::from_secs(60);
 /// A worker takes its share in so long at most.
@@ -26,6 +24,8 @@ const SPAN: Duration = Duration::from_secs(600);
 /// What is counted to know which prefixes are hot, and what workers were given of them.
 #[derive(Debug)]
 pub(super) struct Hot {
+    /// A prefix with so many uses is hot.
+    from: u8,
     /// Share of a worker's pool that it is given in [`SPAN`] at most; 0: nothing is given or counted.
     share: f64,
     sketch: Option<Sketch>,
@@ -35,10 +35,10 @@ pub(super) struct Hot {
 }
 
 impl Hot {
-    /// Each worker is given at most this percentage of its pool.
-    pub fn new(percent: u32) -> Hot {
+    /// A prefix is hot from this use on. Each worker is given at most this percentage of its pool.
+    pub fn new(from: u8, percent: u32) -> Hot {
         let share = f64::from(percent.min(100)) / 100.0;
-        Hot { share, sketch: None, halved: None, given: HashMap::new() }
+        Hot { from, share, sketch: None, halved: None, given: HashMap::new() }
     }
 
     fn used(&mut self, names: &[BlockName], now: Instant) {
@@ -54,7 +54,7 @@ impl Hot {
     /// Leading blocks that are hot.
     fn leading(&self, names: &[BlockName]) -> u32 {
         let Some(sketch) = &self.sketch else { return 0 };
-        names.iter().take_while(|name| sketch.count(**name) >= HOT).count() as u32
+        names.iter().take_while(|name| sketch.count(**name) >= self.from).count() as u32
     }
 
     /// Blocks that a worker with so many was given lately, and may still be given.
@@ -77,9 +77,10 @@ impl Hot {
 }
 
 impl Fleet {
-    /// Idle workers take copies of hot prefixes, each at most this percentage of its pool in ten minutes; 0: none does.
-    pub fn copy_hot(&mut self, percent: u32) {
-        self.hot = Hot::new(percent);
+    /// Idle workers take copies of prefixes that were used `from` times in a minute, each at most this percentage of its pool in ten minutes; 0: none
+    /// does.
+    pub fn copy_hot(&mut self, from: u8, percent: u32) {
+        self.hot = Hot::new(from, percent);
     }
 
     /// Whether hot prefixes are copied: there are two workers at least that compute prompts and exchange prefixes.
@@ -147,6 +148,7 @@ mod tests {
     use crate::placement::RoundRobin;
 
     const POOL: u32 = 1000;
+    const HOT: u8 = 8;
 
     fn member(id: u64, role: Role) -> Member {
         let mut member = baton_membership::testing::member(id);
@@ -162,7 +164,7 @@ mod tests {
         change(&mut members);
         fleet.update(Arc::new(View { members, ..View::default() }));
         (1..10).for_each(|id| told(&mut fleet, id, 500, now));
-        fleet.copy_hot(10);
+        fleet.copy_hot(HOT, 10);
         fleet
     }
 
@@ -246,7 +248,7 @@ mod tests {
         assert_eq!(with(|fleet, _| fleet.untold(WorkerId(2))), None, "it says nothing");
         assert_eq!(with(|fleet, _| std::mem::forget(fleet.lease(WorkerId(2)).unwrap())), None, "it is not idle");
         assert_eq!(with(|fleet, now| fleet.not_fetched(WorkerId(2), now)), None);
-        assert_eq!(with(|fleet, _| fleet.copy_hot(0)), None, "switched off");
+        assert_eq!(with(|fleet, _| fleet.copy_hot(HOT, 0)), None, "switched off");
     }
 
     #[test]
