@@ -20,7 +20,6 @@ mod queue;
 mod s3;
 mod shared;
 mod store;
-mod syncs;
 mod threads;
 
 pub use answers::{Filling, Pending, Reading};
