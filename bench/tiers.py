@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much sooner a prompt is answered whose prefix is in the pool, in host memory, on disk or in an object store, than one that is computed.
 
-    bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL]
+    bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL] [--brief]
         One worker that computes and answers, with a small pool. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
         the first token of each, and then how the time between the tokens of another answer changes while prompts come whose prefixes are in the pool, or
@@ -104,8 +104,9 @@ def times(options, disk):
                         raise SystemExit(f"{tier}: {cached} of {length} tokens were cached")
                     of[tier].append(first)
             tell(f"{options.model}, {length} tokens", of)
-        beside(cluster, options, salt)
-        secret(cluster, salt)
+        if not options.brief:
+            beside(cluster, options, salt)
+            secret(cluster, salt)
     finally:
         cluster.close()
     for transport in ("shm", "tcp"):
@@ -199,6 +200,7 @@ def main():
     parser.add_argument("--evicts", default=2_000, type=int, help="tokens of each of these")
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
     parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
+    parser.add_argument("--brief", action="store_true", help="only times to the first token: with a large model the rest takes long")
     parser.add_argument("--baton", default=ROOT / "target/release/baton", type=pathlib.Path, help="default: target/release/baton")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.disk or ROOT / "target") as disk:

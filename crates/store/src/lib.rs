@@ -20,6 +20,7 @@ mod queue;
 mod s3;
 mod shared;
 mod store;
+mod syncs;
 mod threads;
 
 pub use answers::{Filling, Pending, Reading};

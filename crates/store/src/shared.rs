@@ -13,6 +13,7 @@ use crate::memory::Memory;
 use crate::objects::Call;
 use crate::queue::{Queue, Work};
 use crate::store::{DiskTime, Event};
+use crate::syncs::Syncs;
 
 /// Most events that are kept for who takes them (I5).
 const MOST_EVENTS: usize = 1 << 16;
@@ -49,6 +50,7 @@ pub(crate) struct Shared {
     pub memory: Memory,
     pub queue: Arc<Queue>,
     pub disk: Option<Box<dyn Disk>>,
+    pub syncs: Mutex<Syncs>,
     /// To the thread of the object store. Its calls are bounded by the core's limits.
     pub objects: Mutex<Option<UnboundedSender<Call>>>,
     pub shape: Shape,
@@ -123,7 +125,7 @@ impl Shared {
                     continue;
                 }
                 Effect::Sync(_) => {
-                    self.queue.push(Work::Sync);
+                    self.sync_if(Syncs::complete);
                     continue;
                 }
                 Effect::Stored(name, tier) => {
@@ -143,6 +145,13 @@ impl Shared {
             state.answers.insert(ticket, answer);
         }
         answered
+    }
+
+    /// Syncs the file, if it is time.
+    pub fn sync_if(&self, is_time: impl FnOnce(&mut Syncs, Instant) -> bool) {
+        if is_time(&mut self.syncs.lock().unwrap_or_else(PoisonError::into_inner), Instant::now()) {
+            self.queue.push(Work::Sync);
+        }
     }
 
     /// Has the object store do something. When the store ends, nobody does it.

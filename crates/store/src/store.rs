@@ -14,6 +14,7 @@ use crate::folder::FileName;
 use crate::memory::Memory;
 use crate::queue::Queue;
 use crate::shared::{Answer, Shared, State, Wake};
+use crate::syncs::Syncs;
 use crate::{About, Disk, Files, Objects, OpenError, objects, threads};
 
 /// How long the end of a store waits for its disk.
@@ -107,6 +108,7 @@ impl KvStore {
             times: Mutex::default(),
             queue: Arc::new(Queue::new(threads)),
             disk,
+            syncs: Mutex::new(Syncs::new(Instant::now())),
             objects: Mutex::new(objects.is_some().then_some(to_objects)),
             shape,
             identity,
@@ -128,6 +130,7 @@ impl KvStore {
     /// Lets go on what rested after a failure. To be called every now and then: a store that nobody asks for anything has no clock.
     pub fn tick(&self) {
         self.shared.feed(Input::Tick);
+        self.shared.sync_if(Syncs::is_time);
     }
 
     /// Offers a block. Whoever gets a [`Filling`] copies the data into it.
