@@ -11,7 +11,7 @@ use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, Work
 use baton_runtime::metrics as names;
 use baton_transfer::{ReceiverEvent, TransferError};
 use metrics::{counter, histogram};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 use crate::achieved::Achieved;
 use crate::columns::{Columns, Look};
@@ -54,7 +54,7 @@ pub(crate) enum Message<C> {
     /// From the receiving end of handoffs.
     Received(ReceiverEvent),
     /// A prefix that a prompt may need soon: it is loaded if only the worker's store has it.
-    Recall(Box<Prefix>),
+    Recall(Box<Prefix>, oneshot::Sender<()>),
     /// Somebody wants to see KV.
     Look(Look),
     /// Accept no new requests from now on.
@@ -282,7 +282,10 @@ impl<S: Shell> Thread<S> {
                 None
             }
             // What there is to load was begun before ([`load_for`]).
-            Message::Recall(_) => None,
+            Message::Recall(_, heard) => {
+                let _ = heard.send(());
+                None
+            }
             Message::Drain => Some(Input::Drain),
         }
     }
@@ -364,7 +367,7 @@ fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Opti
     match message {
         Message::Command(command) => tiers.sees(S::brings(command)?),
         Message::Exchange(exchange::Message::Serve { prefix, .. }) => tiers.sees_prefix(prefix),
-        Message::Recall(prefix) => tiers.sees_prefix(prefix),
+        Message::Recall(prefix, _) => tiers.sees_prefix(prefix),
         _ => None,
     }
 }

@@ -8,6 +8,7 @@ use baton_proto::v1::{self, exchange_server, fetch_event, serve_event};
 use baton_roles::exchange::Answer;
 use baton_roles::prefill::check_target;
 use baton_types::BatonError;
+use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};
 
 use crate::ends::KvEnds;
@@ -65,8 +66,11 @@ impl<C: Send + 'static> exchange_server::Exchange for ExchangeService<C> {
 
     async fn recall(&self, request: Request<v1::RecallRequest>) -> Result<Response<v1::RecallResponse>, Status> {
         let (prefix, _) = self.prefix(request.into_inner().prefix)?;
-        let recall = engine_thread::Message::Recall(prefix);
-        self.engine.post(recall).map_err(|_| Status::unavailable("the worker ends"))?;
+        // The call is open until the thread has heard: so no more of them wait than calls may be open (I5).
+        let (heard, hears) = oneshot::channel();
+        let gone = || Status::unavailable("the worker ends");
+        self.engine.post(engine_thread::Message::Recall(prefix, heard)).map_err(|_| gone())?;
+        hears.await.map_err(|_| gone())?;
         Ok(Response::new(v1::RecallResponse {}))
     }
 }

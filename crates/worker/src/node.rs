@@ -190,7 +190,7 @@ impl Node {
         let exchange = ExchangeShell::start(Arc::clone(&ends), &node.geometry.layout, handle.commands())?;
         let role = N::shell(&node, handle.commands(), &ends)?;
         let store = tiers::open(&node, &backend)?;
-        let of_store = store.clone();
+        let (of_store, at_end) = (store.clone(), store.clone());
         let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
         let load_seconds = tiers.as_ref().map(TiersShell::load_seconds);
         let shells = Shells {
@@ -217,7 +217,11 @@ impl Node {
         tokio::spawn(async move { links.tell_links(token_bytes, load_seconds).await });
         let numerics = tiers::numerics(&node.config, &backend);
         let member = node.member(N::ROLE, &name, (addr, process.admin_addr()), limits, numerics);
-        node.serve::<N>(process, handle, (service, ends), listener, member).await
+        let served = node.serve::<N>(process, handle, (service, ends), listener, member).await;
+        if let Some(store) = at_end {
+            tiers::flush(store).await;
+        }
+        served
     }
 
     fn member(

@@ -37,6 +37,8 @@ const DISK_THREADS: usize = 4;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
+/// How long a worker that ends goes on writing to its disk.
+const FLUSH: Duration = Duration::from_secs(5);
 /// Metrics are updated so often, and the store is told the time.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
 /// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
@@ -94,6 +96,15 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
     let objects = kv_object.as_deref().map(Objects::open).transpose()?;
     let settings = Settings { config, directory, objects, threads: DISK_THREADS, about: Some(about) };
     Ok(Some(Arc::new(KvStore::open(settings, None)?)))
+}
+
+/// Writes what is in host memory only, as far as there is time, before the process ends. The next one finds it.
+pub(crate) async fn flush(store: Arc<KvStore>) {
+    // It waits for the disk.
+    let flushed = tokio::task::spawn_blocking(move || store.flush(FLUSH)).await;
+    if !flushed.unwrap_or(false) {
+        tracing::warn!("not all KV in host memory could be written to disk within {FLUSH:?}; it is computed again");
+    }
 }
 
 /// What the tiers of a store hold, for the worker's status.

@@ -18,8 +18,8 @@ use super::keep::take;
 
 /// Tokens of conversations that are awaited, 64 MiB; others are left out (I5).
 const TOKENS: usize = 16 << 20;
-/// How long a worker may take to say that it has heard.
-const HEARS: Duration = Duration::from_secs(2);
+/// How long a worker may take to say that it has heard: it does so between two steps.
+const HEARS: Duration = Duration::from_secs(10);
 
 /// What is awaited.
 pub(super) struct Recaller {
