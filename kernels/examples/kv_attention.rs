@@ -1,17 +1,20 @@
-//! Speed of attention over each KV type: `cargo run --release -p baton-kernels --example kv_attention`.
+//! Speed of attention over each KV type: `cargo run --release -p baton-kernels --example kv_attention`. Options: `--types f16,q8`,
+//! `--rows 1,16`, `--isa`, `--threads`.
 //!
-//! One layer at a time over a context of 2,048 tokens, decode (one row) and prefill (16 rows), on one thread. The pool holds
+//! One layer at a time over a context (`--context`, 2,048 tokens), decode (one row) and prefill (16 rows), on one thread unless told. The pool holds
 //! more layers than a cache does, so that K and V come from memory as they do in a model. Types alternate; medians and the
-//! ratio to f16 are printed. Both cores must be idle.
+//! ratio to the first type are printed, and the share of the ceiling of fused multiply-adds, measured in the same run. Every core must
+//! be idle.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use baton_kernels::conformance::Random;
-use baton_kernels::{AttentionShape, Backend, CpuBackend, CpuOptions, HostPool, KernelError, Ragged, Rope};
+use baton_kernels::{
+    AttentionShape, Backend, Ceilings, CpuBackend, CpuOptions, HostPool, Isa, KernelError, Ragged, Rope,
+};
 use baton_types::{BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry};
 
-const CONTEXT: usize = 2048;
 const LAYERS: u32 = 30;
 const ROUNDS: usize = 7;
 
@@ -24,15 +27,38 @@ struct Bench {
     heads: usize,
     dim: usize,
     blocks: Vec<BlockId>,
+    context: usize,
     bytes: usize,
 }
 
+/// The value behind `--name`.
+fn option(name: &str) -> Option<String> {
+    std::env::args().skip_while(|arg| arg.strip_prefix("--") != Some(name)).nth(1)
+}
+
+fn name(dtype: KvDtype) -> String {
+    format!("{dtype:?}").to_lowercase()
+}
+
 fn main() -> Result<(), KernelError> {
-    for (name, heads, kv_heads, dim) in SHAPES {
-        println!("{name}: {heads} query heads, {kv_heads} KV heads of {dim}, {CONTEXT} tokens");
-        let mut benches =
-            KvDtype::ALL.iter().map(|&dtype| Bench::new(dtype, heads, kv_heads, dim)).collect::<Result<Vec<_>, _>>()?;
-        for rows in [1, 16] {
+    let isa = option("isa").unwrap_or_else(|| Isa::detect().name().into());
+    let Some(isa) = Isa::available().into_iter().find(|found| found.name() == isa) else {
+        println!("this CPU has no {isa}");
+        return Ok(());
+    };
+    let threads = option("threads").and_then(|text| text.parse().ok()).unwrap_or(1);
+    let options = CpuOptions { threads, isa, pinned: false };
+    let wanted = option("types");
+    let wanted = |dtype: &KvDtype| wanted.as_ref().is_none_or(|names| names.split(',').any(|n| n == name(*dtype)));
+    let dtypes: Vec<KvDtype> = KvDtype::ALL.into_iter().filter(wanted).collect();
+    let context = option("context").and_then(|text| text.parse().ok()).unwrap_or(2048);
+    let rows = option("rows").unwrap_or_else(|| "1,16".into());
+    let ceiling = Ceilings::measure(options)?.f32;
+    for (shape, heads, kv_heads, dim) in SHAPES {
+        println!("{shape}: {heads} query heads, {kv_heads} KV heads of {dim}, {context} tokens");
+        let made = dtypes.iter().map(|&dtype| Bench::new(options, dtype, (heads, kv_heads, dim), context));
+        let mut benches = made.collect::<Result<Vec<_>, _>>()?;
+        for rows in rows.split(',').filter_map(|text| text.parse::<usize>().ok()) {
             let mut seconds = vec![Vec::new(); benches.len()];
             for _ in 0..ROUNDS {
                 for (bench, seconds) in benches.iter_mut().zip(&mut seconds) {
@@ -40,13 +66,16 @@ fn main() -> Result<(), KernelError> {
                 }
             }
             let medians: Vec<f64> = seconds.into_iter().map(median).collect();
-            for ((dtype, bench), seconds) in KvDtype::ALL.iter().zip(&benches).zip(&medians) {
+            for ((dtype, bench), seconds) in dtypes.iter().zip(&benches).zip(&medians) {
+                let work = (4 * dim * heads * rows * context) as f64 / seconds;
                 println!(
-                    "  {rows:2} rows  {:<5} {:8.1} us a layer  {:5.2} GB/s  {:.2} x f16",
-                    format!("{dtype:?}").to_lowercase(),
+                    "  {rows:2} rows  {:<5} {:8.1} us a layer  {:5.2} GB/s  {:2.0}% of the ceiling  {:.2} x {}",
+                    name(*dtype),
                     seconds * 1e6,
                     bench.bytes as f64 / seconds / 1e9,
-                    medians[1] / seconds,
+                    work / ceiling * 100.0,
+                    medians[0] / seconds,
+                    name(dtypes[0]),
                 );
             }
         }
@@ -60,28 +89,32 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 }
 
 impl Bench {
-    fn new(dtype: KvDtype, heads: usize, kv_heads: usize, dim: usize) -> Result<Bench, KernelError> {
+    fn new(
+        options: CpuOptions,
+        dtype: KvDtype,
+        (heads, kv_heads, dim): (usize, usize, usize),
+        context: usize,
+    ) -> Result<Bench, KernelError> {
         let (kv, layers) = (kv_heads as u32, (0..LAYERS).collect());
         let group = KvGroup { layers, planes: 2, kv_heads: kv, head_dim: dim as u32, window: None, sinks: 0 };
         let layout = KvLayout { version: PROTOCOL_VERSION, model: 0, dtype, block_size: 16, groups: vec![group] };
-        let count = layout.blocks_for(CONTEXT);
+        let count = layout.blocks_for(context);
         let bytes = layout.block_bytes(0) * count;
         let pool = HostPool::in_memory(PoolGeometry::uniform(layout, count as u32))?;
-        let options = CpuOptions { threads: 1, ..CpuOptions::default() };
         let mut backend = CpuBackend::new(options, Arc::new(pool))?;
         let blocks: Vec<_> = (0..count as u32).map(BlockId).collect();
-        let (mut random, rope) = (Random(1), vec![0.7; CONTEXT * dim / 2]);
+        let (mut random, rope) = (Random(1), vec![0.7; context * dim / 2]);
         let rope = Rope { cos: backend.upload(&rope)?, sin: backend.upload(&rope)? };
-        let mut batch = Ragged::with_capacity(CONTEXT, count);
-        batch.push(0, CONTEXT, &blocks);
-        let mut q = backend.buffer(CONTEXT * heads * dim)?;
-        let (k, v) = (random.vector(CONTEXT * kv_heads * dim), random.vector(CONTEXT * kv_heads * dim));
+        let mut batch = Ragged::with_capacity(context, count);
+        batch.push(0, context, &blocks);
+        let mut q = backend.buffer(context * heads * dim)?;
+        let (k, v) = (random.vector(context * kv_heads * dim), random.vector(context * kv_heads * dim));
         let (k, v) = (backend.upload(&k)?, backend.upload(&v)?);
         for layer in 0..LAYERS as usize {
             let shape = AttentionShape { group: 0, layer, heads, scale: 0.1 };
             backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         }
-        Ok(Bench { backend, heads, dim, blocks, bytes })
+        Ok(Bench { backend, heads, dim, blocks, context, bytes })
     }
 
     /// Seconds a layer for the last `rows` positions.
@@ -89,7 +122,7 @@ impl Bench {
         let q = self.backend.upload(&Random(2).vector(rows * self.heads * self.dim))?;
         let mut out = self.backend.buffer(rows * self.heads * self.dim)?;
         let mut batch = Ragged::with_capacity(rows, self.blocks.len());
-        batch.push(CONTEXT - rows, rows, &self.blocks);
+        batch.push(self.context - rows, rows, &self.blocks);
         let started = Instant::now();
         for layer in 0..LAYERS as usize {
             let shape = AttentionShape { group: 0, layer, heads: self.heads, scale: 0.1 };

@@ -79,6 +79,22 @@ unsafe impl Floats for Avx2 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
         }
     }
+    #[inline(always)]
+    unsafe fn any_larger(a: __m256, b: __m256) -> bool {
+        // SAFETY: see the impl block.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0 }
+    }
+    #[inline(always)]
+    unsafe fn select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256 {
+        // SAFETY: see the impl block.
+        unsafe {
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let from = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(low as i32 - 1));
+            let until = _mm256_cmpgt_epi32(_mm256_set1_epi32(high as i32), lane);
+            let keep = _mm256_castsi256_ps(_mm256_and_si256(from, until));
+            _mm256_blendv_ps(_mm256_set1_ps(other), a, keep)
+        }
+    }
 }
 
 // SAFETY: as above.
@@ -147,17 +163,6 @@ unsafe impl Simd for Avx2 {
             let four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
-        }
-    }
-    #[inline(always)]
-    unsafe fn select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256 {
-        // SAFETY: see the impl block.
-        unsafe {
-            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-            let from = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(low as i32 - 1));
-            let until = _mm256_cmpgt_epi32(_mm256_set1_epi32(high as i32), lane);
-            let keep = _mm256_castsi256_ps(_mm256_and_si256(from, until));
-            _mm256_blendv_ps(_mm256_set1_ps(other), a, keep)
         }
     }
     #[inline(always)]

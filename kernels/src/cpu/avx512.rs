@@ -69,6 +69,17 @@ unsafe impl Floats for Avx512 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
         }
     }
+    #[inline(always)]
+    unsafe fn any_larger(a: __m512, b: __m512) -> bool {
+        // SAFETY: see the impl block.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0 }
+    }
+    #[inline(always)]
+    unsafe fn select_range(a: __m512, low: usize, high: usize, other: f32) -> __m512 {
+        let keep = ((1u32 << high) - 1) & !((1u32 << low) - 1);
+        // SAFETY: see the impl block.
+        unsafe { _mm512_mask_blend_ps(keep as __mmask16, _mm512_set1_ps(other), a) }
+    }
 }
 
 /// Methods that are AVX2's.
@@ -100,6 +111,8 @@ unsafe impl Floats for Vnni {
         min(a: __m256, b: __m256) -> __m256;
         round(a: __m256) -> __m256;
         exp2i(n: __m256) -> __m256;
+        any_larger(a: __m256, b: __m256) -> bool;
+        select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256;
     }
 }
 
@@ -124,6 +137,19 @@ unsafe impl Simd for Vnni {
             [_mm512_castps512_ps256(x), _mm256_castpd_ps(high)]
         }
     }
+    #[inline(always)]
+    unsafe fn wide_f16(p: *const f16) -> __m512 {
+        // SAFETY: see the impl block.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn wide_bf16(p: *const bf16) -> __m512 {
+        // SAFETY: see the impl block.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
     as_avx2! {
         load_f16(p: *const f16) -> __m256;
         load_bf16(p: *const bf16) -> __m256;
@@ -133,7 +159,6 @@ unsafe impl Simd for Vnni {
         abs(a: __m256) -> __m256;
         sum(a: __m256) -> f32;
         max_lane(a: __m256) -> f32;
-        select_range(a: __m256, low: usize, high: usize, other: f32) -> __m256;
         store_i8(p: *mut i8, x: __m256);
         store_group_i8(p: *mut i8, x: [__m256; 4]);
         transpose(rows: [__m256; LANES]) -> [__m256; LANES];

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::simd::Simd;
+use super::simd::{Floats, Simd, Wide};
 
 /// An element type that loads as eight f32 lanes.
 pub trait Element: Copy {
@@ -11,6 +11,11 @@ pub trait Element: Copy {
     /// # Safety
     /// Eight elements are readable at `p`, and the CPU has `S`'s features.
     unsafe fn load<S: Simd>(p: *const Self) -> S::F;
+    /// Loads sixteen elements.
+    ///
+    /// # Safety
+    /// Sixteen elements are readable at `p`, and the CPU has `S`'s features.
+    unsafe fn load_wide<S: Simd>(p: *const Self) -> Wide<S>;
     /// Stores eight elements, rounded to nearest.
     ///
     /// # Safety
@@ -19,12 +24,17 @@ pub trait Element: Copy {
 }
 
 macro_rules! element {
-    ($ty:ty, $load:ident, $store:ident) => {
+    ($ty:ty, $load:ident, $load_wide:path, $store:ident) => {
         impl Element for $ty {
             #[inline(always)]
             unsafe fn load<S: Simd>(p: *const Self) -> S::F {
                 // SAFETY: the caller's promise.
                 unsafe { S::$load(p) }
+            }
+            #[inline(always)]
+            unsafe fn load_wide<S: Simd>(p: *const Self) -> Wide<S> {
+                // SAFETY: the caller's promise.
+                unsafe { $load_wide(p) }
             }
             #[inline(always)]
             unsafe fn store<S: Simd>(p: *mut Self, x: S::F) {
@@ -34,6 +44,6 @@ macro_rules! element {
         }
     };
 }
-element!(f32, load, store);
-element!(f16, load_f16, store_f16);
-element!(bf16, load_bf16, store_bf16);
+element!(f32, load, S::Wide::load, store);
+element!(f16, load_f16, S::wide_f16, store_f16);
+element!(bf16, load_bf16, S::wide_bf16, store_bf16);

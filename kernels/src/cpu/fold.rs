@@ -1,45 +1,105 @@
-//! The arithmetic of attention on sixteen slots: scores of several queries, the online softmax, and the weighted sum of values.
+//! The arithmetic of attention on up to 32 slots: scores of several queries, the online softmax, and the weighted sum of values.
 //!
 //! Source of the online softmax: Milakov and Gimelshein 2018, as used by FlashAttention (Dao et al. 2022).
 //!
 //! A score is one chain of fused multiply-adds over head_dim, an output element one over slots, both ascending; which queries are
-//! taken together changes no bit (I1). Bound: fused multiply-adds, one load for each where one query is alone, less than half
-//! of one where several share the loads of V. Knows nothing of blocks, KV types or tiles.
+//! taken together changes no bit (I1), nor does it whether slots that nobody sees are there. Bound: fused multiply-adds, one load for
+//! each where one query is alone, about half of one where several share the loads of K and V. Knows nothing of blocks, KV types or tiles.
 
 use super::simd::{Floats, LANES, Simd, Wide, exp};
 
-/// Slots taken together: one wide vector of scores.
+/// Slots of a vector of scores.
 pub const SLOTS: usize = 16;
+/// Slots taken together: the maximum of a softmax is that of all before these and of these.
+pub const GROUP: usize = 2 * SLOTS;
 /// Most queries taken together.
 pub const TOGETHER: usize = 8;
 
-/// Scores of `N` queries against 16 slots.
+/// Scores of the first `N` queries against `H` times 16 slots.
 #[inline(always)]
-unsafe fn scores<S: Simd, const N: usize>(q: &[*const f32], k: *const f32, dim: usize, out: &mut [Wide<S>]) {
-    // SAFETY: each query has `dim` elements, k has `dim * 16`.
+unsafe fn scores<S: Simd, const N: usize, const H: usize>(queries: &[Query], slots: &Slots) -> [[Wide<S>; H]; N] {
+    let mut q = [std::ptr::null(); N];
+    for (q, query) in q.iter_mut().zip(queries) {
+        *q = query.q;
+    }
+    // SAFETY: each query has `dim` elements, k has `dim * 16` and as many for the second half.
     unsafe {
-        let mut acc = [S::Wide::splat(0.0); N];
-        for d in 0..dim {
-            let k = S::Wide::load(k.add(d * SLOTS));
+        let mut acc = [[S::Wide::splat(0.0); H]; N];
+        for d in 0..slots.dim {
+            let mut k = [S::Wide::splat(0.0); H];
+            for h in 0..H {
+                k[h] = S::Wide::load(slots.k.add((h * slots.dim + d) * SLOTS));
+            }
             for n in 0..N {
-                acc[n] = S::Wide::fma(S::Wide::splat(*q[n].add(d)), k, acc[n]);
+                let q = S::Wide::splat(*q[n].add(d));
+                for h in 0..H {
+                    acc[n][h] = S::Wide::fma(q, k[h], acc[n][h]);
+                }
             }
         }
-        out[..N].copy_from_slice(&acc);
+        acc
+    }
+}
+
+/// [`scores`] of all of at most [`TOGETHER`] queries.
+#[inline(always)]
+unsafe fn all_scores<S: Simd, const H: usize>(queries: &[Query], slots: &Slots) -> [[Wide<S>; H]; TOGETHER] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut found = [[S::Wide::splat(0.0); H]; TOGETHER];
+        let mut n = 0;
+        while n < queries.len() {
+            macro_rules! some {
+                ($count:literal) => {{
+                    let scores = scores::<S, $count, H>(&queries[n..], slots);
+                    found[n..n + $count].copy_from_slice(&scores);
+                    n += $count;
+                }};
+            }
+            match queries.len() - n {
+                8.. if S::REGISTERS >= 32 => some!(8),
+                6.. if S::REGISTERS >= 32 => some!(6),
+                4.. if S::REGISTERS >= 32 || H == 1 => some!(4),
+                3 if S::REGISTERS >= 32 || H == 1 => some!(3),
+                2.. => some!(2),
+                _ => some!(1),
+            }
+        }
+        found
     }
 }
 
 /// Running maximum and sum of a query's softmax.
 #[derive(Clone, Copy)]
-pub struct Softmax {
+pub struct Softmax<S: Simd> {
     max: f32,
-    /// Of the weights so far.
-    pub sum: f32,
+    /// Of the weights so far, those of slots `16n + i` in lane i.
+    sum: Wide<S>,
 }
 
-impl Softmax {
+impl<S: Simd> Softmax<S> {
     /// Before the first slot.
-    pub const EMPTY: Softmax = Softmax { max: f32::NEG_INFINITY, sum: 0.0 };
+    ///
+    /// # Safety
+    /// The CPU has `S`'s features.
+    #[inline(always)]
+    pub unsafe fn empty() -> Softmax<S> {
+        // SAFETY: the caller's promise.
+        Softmax { max: f32::NEG_INFINITY, sum: unsafe { S::Wide::splat(0.0) } }
+    }
+
+    /// Sum of all weights.
+    ///
+    /// # Safety
+    /// The CPU has `S`'s features.
+    #[inline(always)]
+    pub unsafe fn sum(&self) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [low, high] = S::split(self.sum);
+            S::sum(S::add(low, high))
+        }
+    }
 }
 
 /// A query among those taken together.
@@ -49,13 +109,13 @@ pub struct Query {
     pub q: *const f32,
     /// As many.
     pub out: *mut f32,
-    /// Of the 16 slots, the first it sees and the one behind the last.
+    /// Of the slots, the first it sees and the one behind the last.
     pub seen: (usize, usize),
     /// Which of the softmaxes is its.
     pub state: usize,
 }
 
-/// K transposed to `[dim][slot]` and V as `[slot][dim]`, of 16 slots, widened.
+/// K transposed to `[dim][slot]` and V as `[slot][dim]`, of 16 slots, widened; those of 16 more may come behind each.
 #[derive(Clone, Copy)]
 pub struct Slots {
     /// K.
@@ -72,81 +132,108 @@ pub struct Slots {
 /// The row has `dim` elements, a multiple of 8.
 #[inline(always)]
 pub unsafe fn scale_row<S: Simd>(row: *mut f32, dim: usize, factor: f32) {
-    for d in (0..dim).step_by(LANES) {
-        // SAFETY: the caller's promise.
-        unsafe { S::store(row.add(d), S::mul(S::load(row.add(d)), S::splat(factor))) }
-    }
-}
-
-/// Lanes `seen` of `x`, the others replaced.
-#[inline(always)]
-unsafe fn select<S: Simd>(x: [S::F; 2], (low, high): (usize, usize), other: f32) -> [S::F; 2] {
-    // SAFETY: the caller vouches for the CPU features; no memory is touched.
+    let mut d = 0;
+    // SAFETY: the caller's promise.
     unsafe {
-        [
-            S::select_range(x[0], low.min(LANES), high.min(LANES), other),
-            S::select_range(x[1], low.max(LANES) - LANES, high.max(LANES) - LANES, other),
-        ]
+        while d + SLOTS <= dim {
+            S::Wide::store(row.add(d), S::Wide::mul(S::Wide::load(row.add(d)), S::Wide::splat(factor)));
+            d += SLOTS;
+        }
+        if d < dim {
+            S::store(row.add(d), S::mul(S::load(row.add(d)), S::splat(factor)));
+        }
     }
 }
 
-/// Takes 16 scores, of which `query.seen` count, into a softmax: scales the output when the maximum rises, and leaves the weights in
-/// `p`.
+/// Lanes `seen` of vectors side by side, the others replaced.
 #[inline(always)]
-unsafe fn weigh<S: Simd>(
-    state: &mut Softmax,
-    score: Wide<S>,
-    scale: f32,
+unsafe fn select<S: Simd, const H: usize>(x: &mut [Wide<S>; H], (low, high): (usize, usize), other: f32) {
+    for h in 0..H {
+        let at = |slot: usize| slot.saturating_sub(h * SLOTS).min(SLOTS);
+        // SAFETY: the caller vouches for the CPU features; no memory is touched.
+        unsafe { x[h] = S::Wide::select_range(x[h], at(low), at(high), other) }
+    }
+}
+
+/// Takes scores, of which those of slots `query.seen` count, into a softmax: scales the output when the maximum rises, and leaves the
+/// weights in `p`.
+#[inline(always)]
+unsafe fn weigh<S: Simd, const H: usize>(
+    state: &mut Softmax<S>,
+    scores: [Wide<S>; H],
+    (scale, dim): (f32, usize),
     query: &Query,
-    dim: usize,
-    p: &mut [f32; SLOTS],
+    p: &mut Weights,
 ) {
-    // SAFETY: the output row has `dim` elements.
+    // SAFETY: the output row has `dim` elements, p room for all weights.
     unsafe {
-        let all = query.seen == (0, SLOTS);
-        let x = S::Wide::mul(score, S::Wide::splat(scale));
-        let mut halves = S::split(x);
+        let all = query.seen == (0, H * SLOTS);
+        let mut x = scores;
+        for h in 0..H {
+            x[h] = S::Wide::mul(scores[h], S::Wide::splat(scale));
+        }
         if !all {
-            halves = select::<S>(halves, query.seen, f32::NEG_INFINITY);
+            select::<S, H>(&mut x, query.seen, f32::NEG_INFINITY);
         }
-        let largest = S::max_lane(S::max(halves[0], halves[1]));
-        let mut row = [0.0f32; LANES];
-        if largest > state.max {
-            if state.max > f32::NEG_INFINITY {
-                S::store(row.as_mut_ptr(), exp::<S>(S::splat(state.max - largest)));
-                state.sum *= row[0];
-                scale_row::<S>(query.out, dim, row[0]);
-            }
-            state.max = largest;
+        let largest = if H == 2 { S::Wide::max(x[0], x[H - 1]) } else { x[0] };
+        if S::Wide::any_larger(largest, S::Wide::splat(state.max)) {
+            rise::<S>(state, largest, query.out, dim);
         }
-        let weights = exp::<S::Wide>(S::Wide::sub(S::join(halves[0], halves[1]), S::Wide::splat(state.max)));
-        let mut halves = S::split(weights);
+        let mut weights = x;
+        for h in 0..H {
+            weights[h] = exp::<S::Wide>(S::Wide::sub(x[h], S::Wide::splat(state.max)));
+        }
         if !all {
-            halves = select::<S>(halves, query.seen, 0.0);
+            select::<S, H>(&mut weights, query.seen, 0.0);
         }
-        state.sum += S::sum(S::add(halves[0], halves[1]));
-        S::store(p.as_mut_ptr(), halves[0]);
-        S::store(p.as_mut_ptr().add(LANES), halves[1]);
+        for h in 0..H {
+            state.sum = S::Wide::add(state.sum, weights[h]);
+            S::Wide::store(p.as_mut_ptr().add(h * SLOTS), weights[h]);
+        }
     }
 }
 
-/// `out[n] += Σ_s p[n][s] · v[s]` over slots `seen`, `W` vectors wide from element `d` on.
+/// Raises the maximum to the largest lane of `x`, and scales what was summed with the old one. Rare after the first slots.
+#[inline(always)]
+unsafe fn rise<S: Simd>(state: &mut Softmax<S>, x: Wide<S>, out: *mut f32, dim: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let [low, high] = S::split(x);
+        let largest = S::max_lane(S::max(low, high));
+        if state.max > f32::NEG_INFINITY {
+            let mut row = [0.0f32; LANES];
+            S::store(row.as_mut_ptr(), exp::<S>(S::splat(state.max - largest)));
+            state.sum = S::Wide::mul(state.sum, S::Wide::splat(row[0]));
+            scale_row::<S>(out, dim, row[0]);
+        }
+        state.max = largest;
+    }
+}
+
+/// Weights of a query's slots.
+type Weights = [f32; GROUP];
+
+/// `out[n] += Σ_s p[n][s] · v[s]` over slots `low..high`, `W` vectors wide from element `d` on.
 #[inline(always)]
 unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
     queries: &[Query],
-    p: &[[f32; SLOTS]],
+    p: &[Weights],
     v: *const f32,
     (dim, d): (usize, usize),
+    (low, high): (usize, usize),
 ) {
-    // SAFETY: outputs and the 16 rows of v have `dim` elements, `W` vectors of them from `d` on.
+    let (mut out, mut weights) = ([std::ptr::null_mut::<f32>(); N], [std::ptr::null::<f32>(); N]);
+    for n in 0..N {
+        (out[n], weights[n]) = (queries[n].out.wrapping_add(d), p[n].as_ptr());
+    }
+    // SAFETY: outputs and the 32 rows of v have `dim` elements, `W` vectors of them from `d` on.
     unsafe {
         let mut acc = [[L::splat(0.0); W]; N];
         for n in 0..N {
             for w in 0..W {
-                acc[n][w] = L::load(queries[n].out.add(d + w * L::COUNT));
+                acc[n][w] = L::load(out[n].add(w * L::COUNT));
             }
         }
-        let (low, high) = queries[0].seen;
         for s in low..high {
             let row = v.add(s * dim + d);
             let mut values = [L::splat(0.0); W];
@@ -154,7 +241,7 @@ unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
                 values[w] = L::load(row.add(w * L::COUNT));
             }
             for n in 0..N {
-                let x = L::splat(p[n][s]);
+                let x = L::splat(*weights[n].add(s));
                 for w in 0..W {
                     acc[n][w] = L::fma(x, values[w], acc[n][w]);
                 }
@@ -162,101 +249,82 @@ unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
         }
         for n in 0..N {
             for w in 0..W {
-                L::store(queries[n].out.add(d + w * L::COUNT), acc[n][w]);
+                L::store(out[n].add(w * L::COUNT), acc[n][w]);
             }
         }
     }
 }
 
-/// Adds values to `N` outputs that see the same slots.
+/// Adds values of slots `seen` to the first `N` outputs.
 #[inline(always)]
-unsafe fn add_values<S: Simd, const N: usize, const W: usize>(queries: &[Query], p: &[[f32; SLOTS]], slots: &Slots) {
+unsafe fn add_values<S: Simd, const N: usize, const W: usize>(
+    queries: &[Query],
+    p: &[Weights],
+    slots: &Slots,
+    seen: (usize, usize),
+) {
     let (dim, mut d) = (slots.dim, 0);
     // SAFETY: outputs and rows of v have `dim` elements, a multiple of 8.
     unsafe {
         while d + W * SLOTS <= dim {
-            add_columns::<S::Wide, N, W>(queries, p, slots.v, (dim, d));
+            add_columns::<S::Wide, N, W>(queries, p, slots.v, (dim, d), seen);
             d += W * SLOTS;
         }
         while d + SLOTS <= dim {
-            add_columns::<S::Wide, N, 1>(queries, p, slots.v, (dim, d));
+            add_columns::<S::Wide, N, 1>(queries, p, slots.v, (dim, d), seen);
             d += SLOTS;
         }
         if d < dim {
-            add_columns::<S, N, 1>(queries, p, slots.v, (dim, d));
+            add_columns::<S, N, 1>(queries, p, slots.v, (dim, d), seen);
         }
     }
 }
 
-/// Folds 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one. They may belong to
+/// Adds values of slots `seen` to all outputs.
+#[inline(always)]
+unsafe fn add_all<S: Simd>(queries: &[Query], p: &[Weights], slots: &Slots, seen: (usize, usize)) {
+    let mut n = 0;
+    while n < queries.len() {
+        macro_rules! some {
+            ($count:literal, $width:literal) => {{
+                // SAFETY: the caller's promise.
+                unsafe { add_values::<S, $count, $width>(&queries[n..], &p[n..], slots, seen) }
+                n += $count;
+            }};
+        }
+        match (queries.len() - n, S::REGISTERS) {
+            (4 | 7.., 32..) => some!(4, 4),
+            (3.., 32..) => some!(3, 4),
+            (2.., 32..) => some!(2, 4),
+            (2.., _) => some!(2, 2),
+            _ => some!(1, 4),
+        }
+    }
+}
+
+/// Folds `H` times 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one. They may belong to
 /// several sequences.
 ///
 /// # Safety
-/// Queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s features.
+/// `states` has those that the queries name; queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s
+/// features.
 #[inline(always)]
-pub unsafe fn fold<S: Simd>(queries: &[Query], states: &mut [Softmax], scale: f32, slots: &Slots) {
+pub unsafe fn fold<S: Simd, const H: usize>(queries: &[Query], states: *mut Softmax<S>, scale: f32, slots: &Slots) {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut q = [std::ptr::null(); TOGETHER];
-        for (q, query) in q.iter_mut().zip(queries) {
-            *q = query.q;
-        }
-        let mut found = [S::Wide::splat(0.0); TOGETHER];
-        let mut n = 0;
-        while n < queries.len() {
-            let (q, found) = (&q[n..], &mut found[n..]);
-            n += match queries.len() - n {
-                8.. if S::REGISTERS >= 32 => {
-                    scores::<S, 8>(q, slots.k, slots.dim, found);
-                    8
-                }
-                4.. => {
-                    scores::<S, 4>(q, slots.k, slots.dim, found);
-                    4
-                }
-                3 => {
-                    scores::<S, 3>(q, slots.k, slots.dim, found);
-                    3
-                }
-                2 => {
-                    scores::<S, 2>(q, slots.k, slots.dim, found);
-                    2
-                }
-                _ => {
-                    scores::<S, 1>(q, slots.k, slots.dim, found);
-                    1
-                }
-            };
-        }
-        let mut p = [[0.0f32; SLOTS]; TOGETHER];
+        let found = all_scores::<S, H>(queries, slots);
+        let mut p: [Weights; TOGETHER] = [[0.0; GROUP]; TOGETHER];
         for (i, query) in queries.iter().enumerate() {
-            weigh::<S>(&mut states[query.state], found[i], scale, query, slots.dim, &mut p[i]);
+            weigh::<S, H>(&mut *states.add(query.state), found[i], (scale, slots.dim), query, &mut p[i]);
         }
         let mut n = 0;
         while n < queries.len() {
-            let (left, p) = (&queries[n..], &p[n..]);
             let mut alike = 1;
-            while alike < left.len() && left[alike].seen == left[0].seen {
+            while n + alike < queries.len() && queries[n + alike].seen == queries[n].seen {
                 alike += 1;
             }
-            n += match (alike, S::REGISTERS) {
-                (4.., 32..) => {
-                    add_values::<S, 4, 4>(left, p, slots);
-                    4
-                }
-                (2.., 32..) => {
-                    add_values::<S, 2, 4>(left, p, slots);
-                    2
-                }
-                (2.., _) => {
-                    add_values::<S, 2, 2>(left, p, slots);
-                    2
-                }
-                _ => {
-                    add_values::<S, 1, 4>(left, p, slots);
-                    1
-                }
-            };
+            add_all::<S>(&queries[n..n + alike], &p[n..n + alike], slots, queries[n].seen);
+            n += alike;
         }
     }
 }

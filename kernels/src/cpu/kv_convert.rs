@@ -8,11 +8,11 @@
 use baton_types::KvDtype;
 use half::{bf16, f16};
 
-use super::attention::MAX_DIM;
 use super::codes::Codes;
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvRow, MAX_PARAMETERS, Q8, Row};
 use super::simd::LANES;
+use super::slots::MAX_DIM;
 
 /// Shape of a head's slice of a plane: `block_size` rows of `head_dim` elements, and behind them their parameters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

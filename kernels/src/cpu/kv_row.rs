@@ -8,7 +8,7 @@ use half::f16;
 
 use super::codes::{Codes, E4M3_MAX, E4M3_UNIT, to_e4m3};
 use super::element::Element;
-use super::simd::LANES;
+use super::simd::{LANES, Wide};
 
 /// Most parameters of a row: scale and minimum of the groups of 512 elements.
 pub const MAX_PARAMETERS: usize = 512 / KvDtype::INT4_GROUP * 2;
@@ -79,14 +79,9 @@ impl Planes {
         [row(0), row(1)]
     }
 
-    /// Elements of the row `slot` slots on.
-    ///
-    /// # Safety
-    /// The slot is in the same block.
-    #[inline(always)]
-    pub unsafe fn elements(&self, row: Row, slot: usize) -> *const u8 {
-        // SAFETY: the caller's promise.
-        unsafe { row.elements.add(slot * self.row) }
+    /// Bytes of a row's elements.
+    pub fn row_bytes(&self) -> usize {
+        self.row
     }
 }
 
@@ -101,6 +96,16 @@ pub trait KvRow: Copy {
     /// The row has elements up to `d + 8` and its parameters, and the CPU has `S`'s features.
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F;
 
+    /// Elements `d..d + 16`.
+    ///
+    /// # Safety
+    /// As for [`KvRow::load`].
+    #[inline(always)]
+    unsafe fn load_wide<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> Wide<S> {
+        // SAFETY: the caller's promise.
+        unsafe { S::join(Self::load::<S>(elements, parameters, d), Self::load::<S>(elements, parameters, d + LANES)) }
+    }
+
     /// Rounds a row of `dim` elements, a multiple of 8.
     ///
     /// # Safety
@@ -113,6 +118,12 @@ impl<E: Element> KvRow for E {
     unsafe fn load<S: Codes>(elements: *const u8, _: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise; loads need no alignment.
         unsafe { E::load::<S>(elements.cast::<E>().add(d)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_wide<S: Codes>(elements: *const u8, _: *const f32, d: usize) -> Wide<S> {
+        // SAFETY: the caller's promise; loads need no alignment.
+        unsafe { E::load_wide::<S>(elements.cast::<E>().add(d)) }
     }
 
     #[inline(always)]

@@ -6,10 +6,10 @@
 use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
 
-use super::attention::MAX_DIM;
 use super::codes::Codes;
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvRow, Planes, Q8};
+use super::slots::MAX_DIM;
 
 /// K and V of one token and their rotation.
 #[derive(Clone, Copy)]

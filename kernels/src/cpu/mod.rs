@@ -21,6 +21,7 @@ mod portable;
 mod products;
 mod quantise;
 mod simd;
+mod slots;
 #[cfg(target_arch = "x86_64")]
 mod strips;
 mod threads;

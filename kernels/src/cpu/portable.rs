@@ -74,6 +74,14 @@ unsafe impl Floats for Portable {
     unsafe fn exp2i(n: Self::F) -> Self::F {
         lanewise!(n, |x: f32| f32::from_bits(((x as i32 + 127) << 23) as u32))
     }
+    unsafe fn any_larger(a: Self::F, b: Self::F) -> bool {
+        a.into_iter().zip(b).any(|(x, y)| x > y)
+    }
+    unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F {
+        let mut r = [other; LANES];
+        r[low..high].copy_from_slice(&a[low..high]);
+        r
+    }
 }
 
 // SAFETY: as above.
@@ -115,11 +123,6 @@ unsafe impl Simd for Portable {
     }
     unsafe fn max_lane(a: Self::F) -> f32 {
         a.into_iter().fold(f32::NEG_INFINITY, |m, x| if x > m { x } else { m })
-    }
-    unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F {
-        let mut r = [other; LANES];
-        r[low..high].copy_from_slice(&a[low..high]);
-        r
     }
     unsafe fn store_i8(p: *mut i8, x: Self::F) {
         // SAFETY: eight bytes are writable at p.

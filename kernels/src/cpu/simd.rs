@@ -39,6 +39,10 @@ pub unsafe trait Floats: Copy + 'static {
     unsafe fn round(a: Self::F) -> Self::F;
     /// 2 to the power of integers in [-126, 127].
     unsafe fn exp2i(n: Self::F) -> Self::F;
+    /// Whether any lane of `a` is larger than that of `b`.
+    unsafe fn any_larger(a: Self::F, b: Self::F) -> bool;
+    /// Lanes `low..high` of `a`, the others replaced by `other`.
+    unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F;
 }
 
 /// Eight f32 lanes, and what mixes or converts them.
@@ -56,6 +60,18 @@ pub unsafe trait Simd: Floats {
     unsafe fn load_f16(p: *const f16) -> Self::F;
     unsafe fn load_bf16(p: *const bf16) -> Self::F;
     unsafe fn load_u8(p: *const u8) -> Self::F;
+    /// Sixteen of them.
+    #[inline(always)]
+    unsafe fn wide_f16(p: *const f16) -> Wide<Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::join(Self::load_f16(p), Self::load_f16(p.add(LANES))) }
+    }
+    /// Sixteen of them.
+    #[inline(always)]
+    unsafe fn wide_bf16(p: *const bf16) -> Wide<Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::join(Self::load_bf16(p), Self::load_bf16(p.add(LANES))) }
+    }
     unsafe fn store_f16(p: *mut f16, x: Self::F);
     unsafe fn store_bf16(p: *mut bf16, x: Self::F);
     unsafe fn abs(a: Self::F) -> Self::F;
@@ -63,8 +79,6 @@ pub unsafe trait Simd: Floats {
     unsafe fn sum(a: Self::F) -> f32;
     /// Largest lane; no lane is NaN.
     unsafe fn max_lane(a: Self::F) -> f32;
-    /// Lanes `low..high` of `a`, the others replaced by `other`.
-    unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F;
     /// Stores lanes (integers in [-128, 127]) as bytes.
     unsafe fn store_i8(p: *mut i8, x: Self::F);
     /// The same of four vectors.
@@ -114,6 +128,22 @@ unsafe impl<S: Floats> Floats for Twice<S> {
             S::store(p.add(S::COUNT), x[1]);
         }
     }
+    #[inline(always)]
+    unsafe fn any_larger(a: Self::F, b: Self::F) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { S::any_larger(a[0], b[0]) || S::any_larger(a[1], b[1]) }
+    }
+    #[inline(always)]
+    unsafe fn select_range(a: Self::F, low: usize, high: usize, other: f32) -> Self::F {
+        let count = S::COUNT;
+        // SAFETY: the caller's promise.
+        unsafe {
+            [
+                S::select_range(a[0], low.min(count), high.min(count), other),
+                S::select_range(a[1], low.max(count) - count, high.max(count) - count, other),
+            ]
+        }
+    }
     twice! {
         add(a, b);
         sub(a, b);
@@ -125,6 +155,19 @@ unsafe impl<S: Floats> Floats for Twice<S> {
         round(a);
         exp2i(n);
     }
+}
+
+/// Asks for the 64 bytes around an address, which are read soon. Nothing is read, so any address will do.
+#[inline(always)]
+pub fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, valid for any address; all x86-64 have it.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
 }
 
 /// e to the power of each lane, within 2 units in the last place on [-87, 88]; arguments outside are clamped.

@@ -1,0 +1,176 @@
+//! Slots of a block on their way into attention: K and V of sixteen are read, widened to f32, and K is turned to `[dim][slot]`.
+//!
+//! Bytes moved: the rows once, from memory in decode and from a cache in prefill. Blocks lie anywhere in the pool, and processors fetch
+//! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]). Knows nothing of queries.
+
+use baton_types::BlockId;
+
+use super::codes::Codes;
+use super::fold::{SLOTS, Slots};
+use super::kv_row::{KvRow, MAX_PARAMETERS, Planes, Row};
+use super::simd::{Floats, LANES, prefetch};
+
+/// Largest head dimension.
+pub const MAX_DIM: usize = 512;
+
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
+
+/// What slots are widened to: K of sixteen and of sixteen more, then V of both. Uninitialised until loaded: clearing so much for each
+/// task would cost more than a short decode row. Aligned so that no load of a wide vector straddles two lines.
+#[repr(C, align(64))]
+pub struct Memory {
+    k: [f32; 2 * MAX_DIM * SLOTS],
+    gap: [f32; 528],
+    v: [f32; 2 * MAX_DIM * SLOTS],
+}
+
+/// Memory for the slots of a task.
+#[derive(Clone, Copy)]
+pub struct Widened {
+    k: *mut f32,
+    v: *mut f32,
+    dim: usize,
+}
+
+impl Widened {
+    /// Slots of rows of `dim` elements.
+    ///
+    /// # Safety
+    /// The memory is writable as long as this and its slots are used.
+    pub unsafe fn new(memory: *mut Memory, dim: usize) -> Widened {
+        // SAFETY: the caller's promise.
+        unsafe { Widened { k: (&raw mut (*memory).k).cast(), v: (&raw mut (*memory).v).cast(), dim } }
+    }
+
+    /// The first sixteen slots, or the second.
+    #[inline(always)]
+    pub fn half(self, half: usize) -> Slots {
+        let offset = half * self.dim * SLOTS;
+        Slots { k: self.k.wrapping_add(offset), v: self.v.wrapping_add(offset), dim: self.dim }
+    }
+}
+
+/// Parameters of 16 rows, widened.
+type Parameters = [f32; MAX_PARAMETERS * SLOTS];
+
+/// Widens the parameters of 16 rows, which lie one behind the other.
+#[inline(always)]
+unsafe fn widen<S: Codes, T: KvRow>(row: Row, each: usize, out: *mut f32) {
+    for i in (0..each * SLOTS).step_by(LANES) {
+        // SAFETY: 16 rows of one block have `each` parameters each, a multiple of 8 in all; `out` has room for them.
+        unsafe { S::store(out.add(i), S::mul(S::load_f16(row.parameters.add(i)), S::splat(T::UNIT))) }
+    }
+}
+
+/// Rows of 16 slots. All that a loop needs is here: read through a reference it would be read again after each store.
+#[derive(Clone, Copy)]
+struct Rows {
+    elements: *const u8,
+    /// Bytes from one to the next.
+    apart: usize,
+    parameters: *const f32,
+    /// Parameters of a row.
+    each: usize,
+}
+
+impl Rows {
+    #[inline(always)]
+    unsafe fn of(self, slot: usize) -> (*const u8, *const f32) {
+        // SAFETY: the slot is one of the 16.
+        unsafe { (self.elements.add(slot * self.apart), self.parameters.add(slot * self.each)) }
+    }
+}
+
+/// Loads 16 slots of a KV head, from `slot` of a block on, into a half of `into`.
+///
+/// # Safety
+/// The block is one of the pool and holds the slots; the memory of `into` is writable; the CPU has `S`'s features.
+#[inline(always)]
+pub unsafe fn load<S: Codes, T: KvRow>(
+    planes: &Planes,
+    kv_head: usize,
+    (block, slot): (BlockId, usize),
+    (into, half): (Widened, usize),
+) {
+    let (dim, slots) = (planes.head_dim, into.half(half));
+    let (k, v) = (slots.k.cast_mut(), slots.v.cast_mut());
+    let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
+    let parameters = memory.as_mut_ptr().cast::<f32>();
+    // SAFETY: the caller's promise; parameters are widened before use.
+    unsafe {
+        let [key, value] = planes.rows(&[block], kv_head, slot);
+        let (apart, each) = (planes.row_bytes(), planes.parameters);
+        widen::<S, T>(key, each, parameters);
+        let rows = Rows { elements: key.elements, apart, parameters, each };
+        for d in (0..dim).step_by(LANES) {
+            for octet in 0..SLOTS / LANES {
+                let mut columns = [S::splat(0.0); LANES];
+                for (s, row) in columns.iter_mut().enumerate() {
+                    let (elements, parameters) = rows.of(octet * LANES + s);
+                    *row = T::load::<S>(elements, parameters, d);
+                }
+                for (i, column) in S::transpose(columns).into_iter().enumerate() {
+                    S::store(k.add((d + i) * SLOTS + octet * LANES), column);
+                }
+            }
+        }
+        widen::<S, T>(value, each, parameters);
+        let rows = Rows { elements: value.elements, ..rows };
+        for s in 0..SLOTS {
+            let ((elements, parameters), out) = (rows.of(s), v.add(s * dim));
+            let mut d = 0;
+            while d + SLOTS <= dim {
+                S::Wide::store(out.add(d), T::load_wide::<S>(elements, parameters, d));
+                d += SLOTS;
+            }
+            if d < dim {
+                S::store(out.add(d), T::load::<S>(elements, parameters, d));
+            }
+        }
+    }
+}
+
+/// Rows that are needed next, asked for a part at a time.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    /// Where K and V of sixteen slots begin, and of sixteen more; null where there are none.
+    rows: [*const u8; 4],
+    /// Bytes of each, and how many of them are asked for at a time.
+    bytes: usize,
+    step: usize,
+    done: usize,
+}
+
+impl Ahead {
+    /// 16 slots of a KV head, from a slot of a block on, or none, and as many more.
+    pub fn new(planes: &Planes, kv_head: usize, halves: [Option<(BlockId, usize)>; 2]) -> Ahead {
+        let mut rows = [std::ptr::null(); 4];
+        for (i, (block, slot)) in halves.into_iter().flatten().enumerate() {
+            // SAFETY: the block is one of the pool, as for `load`, and holds the slots.
+            let [k, v] = unsafe { planes.rows(&[block], kv_head, slot) };
+            (rows[2 * i], rows[2 * i + 1]) = (k.elements.cast_const(), v.elements.cast_const());
+        }
+        Ahead { rows, bytes: SLOTS * planes.row_bytes(), step: 0, done: 0 }
+    }
+
+    /// They are asked for in so many parts.
+    #[inline(always)]
+    pub fn share(&mut self, parts: usize) {
+        self.step = self.bytes.div_ceil(parts.max(1)).next_multiple_of(LINE);
+    }
+
+    /// Asks for the next part.
+    #[inline(always)]
+    pub fn fetch(&mut self) {
+        let end = self.bytes.min(self.done + self.step);
+        for row in self.rows {
+            if !row.is_null() {
+                for at in (self.done..end).step_by(LINE) {
+                    prefetch(row.wrapping_add(at));
+                }
+            }
+        }
+        self.done = end;
+    }
+}
