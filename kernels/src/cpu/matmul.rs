@@ -13,7 +13,7 @@ use super::packing::Form;
 use super::simd::{Floats, LANES};
 #[cfg(target_arch = "x86_64")]
 use super::strips;
-use super::tiles::{At, Dense, I8, Operands, Plain, Super, Tile, U6Super};
+use super::tiles::{At, Dense, I8, Next, Operands, Plain, Super, Tile, U6Super};
 use super::weight::CpuWeight;
 
 /// Rows of a dense product computed together: as many as keep weights and accumulators in 16 registers.
@@ -79,7 +79,10 @@ unsafe fn panel_rows<S: Dots, K: Tile<S>>(w: &CpuWeight, x: &Operands, first: us
                         unsafe {
                             let panel = w.data.as_ptr().add(p * bytes);
                             let panels = Panels { first: panel, apart: (side_by_side - 1) * bytes };
-                            let acc = K::tile::<$t>(panels, x, At { row, cols: w.cols });
+                            // Rows that come later find the panels in the cache.
+                            let after = w.data.as_ptr().wrapping_add((p + S::PANELS) * bytes);
+                            let next = if row == 0 { Next::at(after) } else { Next::NONE };
+                            let acc = K::tile::<$t>(panels, x, At { row, cols: w.cols }, next);
                             store_tile::<S, $t>(acc, x, row, Columns { first: column, count, all: w.rows });
                         }
                     }

@@ -13,7 +13,7 @@ use half::f16;
 use super::dots::{Dots, Outputs, Panels, load, load_u8, splat};
 use super::element::Element;
 use super::packing::{Form, SUPER};
-use super::simd::{Floats, LANES};
+use super::simd::{Floats, LANES, prefetch};
 use super::unpack::GROUP;
 
 /// Operands of a product, as raw parts so that tasks on several threads can share them.
@@ -45,13 +45,40 @@ pub struct At {
     pub cols: usize,
 }
 
+/// The panels that come after those of a tile, fetched into the cache at the pace at which these are read: with many rows to a tile,
+/// processors by themselves look too few bytes ahead.
+#[derive(Clone, Copy)]
+pub struct Next(Option<*const u8>);
+
+impl Next {
+    /// None are fetched.
+    pub const NONE: Next = Next(None);
+
+    /// Those from an address on, which may lie behind the last.
+    pub fn at(panels: *const u8) -> Next {
+        Next(Some(panels))
+    }
+
+    /// Fetches as many bytes as have been read.
+    #[inline(always)]
+    fn fetch(&mut self, bytes: usize) {
+        const LINE: usize = 64;
+        if let Some(at) = &mut self.0 {
+            for line in 0..bytes.div_ceil(LINE) {
+                prefetch(at.wrapping_add(line * LINE));
+            }
+            *at = at.wrapping_add(bytes);
+        }
+    }
+}
+
 /// Panels times rows `at.row..at.row + T`.
 pub trait Tile<S: Dots> {
-    /// The sums.
+    /// The sums; `next` is fetched meanwhile.
     ///
     /// # Safety
     /// The panels hold units for `at.cols` weights of each output, the operands `at.row + T` rows of as many activations.
-    unsafe fn tile<const T: usize>(w: Panels, x: &Operands, at: At) -> [Outputs<S>; T];
+    unsafe fn tile<const T: usize>(w: Panels, x: &Operands, at: At, next: Next) -> [Outputs<S>; T];
 }
 
 /// Unsigned weights of 4 or 5 bits with a scale and a minimum, a group a unit.
@@ -136,12 +163,13 @@ const fn in_super(bits: usize) -> Form {
 
 impl<S: Dots, const BITS: usize> Tile<S> for Plain<BITS> {
     #[inline(always)]
-    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At, mut next: Next) -> [Outputs<S>; T] {
         let form = const { plain(BITS) };
         // SAFETY: the panels hold a unit for each group, the operands the rows.
         unsafe {
             let mut acc = [splat::<S>(0.0); T];
             for g in 0..at.cols / GROUP {
+                next.fetch(S::PANELS * form.unit_bytes());
                 let w = panels.add(g * form.unit_bytes());
                 let scales = w.add(form.weight_bytes());
                 let scale = (load::<S, f16>(scales), load::<S, f16>(scales.add(2 * LANES)));
@@ -154,7 +182,7 @@ impl<S: Dots, const BITS: usize> Tile<S> for Plain<BITS> {
 
 impl<S: Dots, const BITS: usize> Tile<S> for Super<BITS> {
     #[inline(always)]
-    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At, mut next: Next) -> [Outputs<S>; T] {
         let form = const { in_super(BITS) };
         // SAFETY: the panels hold a unit for each super-block, the operands the rows.
         unsafe {
@@ -163,6 +191,7 @@ impl<S: Dots, const BITS: usize> Tile<S> for Super<BITS> {
                 let unit = panels.add(u * form.unit_bytes());
                 let (d, dmin) = (load::<S, f16>(unit), load::<S, f16>(unit.add(2 * LANES)));
                 for g in 0..SUPER {
+                    next.fetch(S::PANELS * form.group_bytes());
                     let w = unit.add(form.header_bytes() + g * form.group_bytes());
                     let scales = w.add(form.weight_bytes());
                     // Halves times small integers: exact.
@@ -178,7 +207,7 @@ impl<S: Dots, const BITS: usize> Tile<S> for Super<BITS> {
 
 impl<S: Dots> Tile<S> for U6Super {
     #[inline(always)]
-    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At, mut next: Next) -> [Outputs<S>; T] {
         let form = Form::U6Super;
         // SAFETY: as above.
         unsafe {
@@ -187,6 +216,7 @@ impl<S: Dots> Tile<S> for U6Super {
                 let unit = panels.add(u * form.unit_bytes());
                 let d = load::<S, f16>(unit);
                 for group in 0..SUPER {
+                    next.fetch(S::PANELS * form.group_bytes());
                     let w = unit.add(form.header_bytes() + group * form.group_bytes());
                     let g = u * SUPER + group;
                     let dot = S::dot_u6::<T>(w, groups_of::<T>(x, at, g), sums_of::<T>(x, at, g));
@@ -200,12 +230,13 @@ impl<S: Dots> Tile<S> for U6Super {
 
 impl<S: Dots> Tile<S> for I8 {
     #[inline(always)]
-    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At, mut next: Next) -> [Outputs<S>; T] {
         let form = Form::I8;
         // SAFETY: as above.
         unsafe {
             let mut acc = [splat::<S>(0.0); T];
             for g in 0..at.cols / GROUP {
+                next.fetch(S::PANELS * form.unit_bytes());
                 let w = panels.add(g * form.unit_bytes());
                 let dot = S::dot_i8::<T>(w, groups_of::<T>(x, at, g), sums_of::<T>(x, at, g));
                 add_scaled::<S, T>(&mut acc, dot, load::<S, f16>(w.add(form.weight_bytes())), x, (at, g));
@@ -217,7 +248,7 @@ impl<S: Dots> Tile<S> for I8 {
 
 impl<S: Dots, E: Element> Tile<S> for Dense<E> {
     #[inline(always)]
-    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At) -> [Outputs<S>; T] {
+    unsafe fn tile<const T: usize>(panels: Panels, x: &Operands, at: At, _: Next) -> [Outputs<S>; T] {
         // SAFETY: the panels hold `cols` units of eight elements, the operands the rows.
         unsafe {
             let mut acc = [splat::<S>(0.0); T];
