@@ -11,8 +11,10 @@ use crate::choices::Quantization;
 use crate::error::check;
 use crate::{PackTokens, WorkerConfig, WorkerError};
 
-/// On the CPU: sequences whose logits are computed together.
+/// Fewest sequences whose logits are computed together.
 const SAMPLES: usize = 16;
+/// On the CPU: most of them. The head's weights are read once for all, and a vocabulary of 262,144 has 1 MiB of logits for each.
+const HOST_SAMPLES: usize = 32;
 /// On a GPU: most sequences whose logits are computed together. A GPU chooses all tokens of a step together.
 const GPU_SAMPLES: usize = 256;
 /// Default memory of a pool on the host.
@@ -46,7 +48,7 @@ pub(crate) enum Place {
 /// Sequences whose logits are computed together at `place`.
 fn samples(config: &WorkerConfig, place: Place) -> usize {
     match place {
-        Place::Host => SAMPLES,
+        Place::Host => (config.max_running as usize).clamp(SAMPLES, HOST_SAMPLES),
         Place::Gpu(_) => (config.max_running as usize).clamp(SAMPLES, GPU_SAMPLES),
     }
 }
@@ -208,7 +210,7 @@ mod tests {
         let error = ranks(2, 2 << 30).unwrap_err().to_string();
         assert!(error.contains("KV 1.00 GiB (kv_memory)"), "what each GPU would hold: {error}");
         assert!(ranks(2, 1 << 29).unwrap().bytes() > 500 << 20, "more than one of them has room for");
-        assert_eq!(plan(None, None, Place::Host).unwrap(), ((512 << 20) / block as u32, 2048, SAMPLES));
+        assert_eq!(plan(None, None, Place::Host).unwrap(), ((512 << 20) / block as u32, 2048, HOST_SAMPLES));
         let error = |kv, context| plan(Some(Bytes(kv)), context, place).unwrap_err().to_string();
         let said = error(100 * block, Some(1601));
         assert!(said.starts_with("context is 1601; it must be at most 1600 tokens"), "{said}");

@@ -32,6 +32,8 @@ pub struct Task<'a> {
     pub shared: usize,
     pub tables: Tables<'a>,
     pub kv_head: usize,
+    /// A tile and a KV head that this thread will probably take next: what they see first is fetched ahead.
+    pub then: Option<(Tile, usize)>,
     /// Query heads in all, and per KV head.
     pub heads: usize,
     pub group: usize,
@@ -176,9 +178,12 @@ impl<S: Codes> Work<S> {
     #[inline(always)]
     unsafe fn group<T: KvRow>(&self, task: &Task<'_>, tiles: &[Tile], base: usize, end: usize) {
         let halves = task.halves(&tiles[0], base);
-        let next = base + GROUP;
-        let next = if next < end { task.halves(&tiles[0], next) } else { [None; 2] };
-        let mut ahead = Ahead::new(&task.planes, task.kv_head, next);
+        let (next, kv_head) = match (base + GROUP, task.then) {
+            (next, _) if next < end => (task.halves(&tiles[0], next), task.kv_head),
+            (_, Some((tile, kv_head))) => (task.halves(&tile, task.first(&tile)), kv_head),
+            _ => ([None; 2], task.kv_head),
+        };
+        let mut ahead = Ahead::new(&task.planes, kv_head, next);
         // SAFETY: the caller's promise.
         unsafe {
             for (half, at) in halves.into_iter().enumerate() {

@@ -165,14 +165,17 @@ impl CpuBackend {
         let plan = &mut self.plans[shape.group];
         plan.renew(batch, sight, Labour { threads: self.threads.count(), kv_heads, group });
         let plan = &*plan;
-        self.threads.run(plan.tasks().len() * kv_heads, &|i| {
+        let (threads, count) = (self.threads.count(), plan.tasks().len() * kv_heads);
+        self.threads.run(count, &|i| {
             let together = &plan.tasks()[i / kv_heads];
+            let tile = |i: usize| plan.tiles()[plan.tasks()[i / kv_heads].tiles.start];
             let task = attention::Task {
                 planes,
                 tiles: &plan.tiles()[together.tiles.clone()],
                 shared: together.shared,
                 tables: Tables { blocks: batch.blocks(), sight },
                 kv_head: i % kv_heads,
+                then: (i + threads < count).then(|| (tile(i + threads), (i + threads) % kv_heads)),
                 heads: shape.heads,
                 group,
                 scale: shape.scale,

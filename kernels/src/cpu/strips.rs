@@ -43,7 +43,7 @@ const AMX_MANY: usize = 32;
 pub const PANELS: usize = 4;
 
 /// Most groups of a chunk: they fill half the first-level cache.
-const CHUNK: usize = 24;
+const CHUNK: usize = 16;
 
 /// The same beside the products of tiles.
 const AMX_CHUNK: usize = 8;
