@@ -1,10 +1,11 @@
-//! Memory of weights and pools, in huge pages where the system has them.
+//! Memory of weights, activations and pools, in huge pages where the system has them.
 //!
 //! A decode step reads every weight once, in a few streams. With pages of 4 KiB each of them ends every 64 cache lines, where the
 //! hardware's prefetcher stops and the address is translated anew; pages of 2 MiB leave the memory's own bandwidth as the bound.
 //! Matrices of small models are smaller than such a page, so they lie one after another in large regions. A region is given
 //! back when its last matrix is dropped; what of it was never handed out was never touched.
 
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -111,6 +112,53 @@ impl DerefMut for PageRange {
     }
 }
 
+/// A type of which any bits are a value.
+///
+/// # Safety
+/// They are.
+pub unsafe trait Plain: Copy {}
+
+// SAFETY: numbers.
+unsafe impl Plain for f32 {}
+// SAFETY: as above.
+unsafe impl Plain for i8 {}
+// SAFETY: as above.
+unsafe impl Plain for i16 {}
+// SAFETY: as above.
+unsafe impl Plain for [i32; 3] {}
+
+/// Activations. Columns of many rows are written and read together: with small pages each row is a translation of its own.
+pub struct Pages<T> {
+    range: PageRange,
+    of: PhantomData<T>,
+}
+
+impl<T: Plain> Pages<T> {
+    /// Zeroes, from a page's start on.
+    pub fn zeroed(count: usize) -> Result<Self, KernelError> {
+        let bytes = count.checked_mul(size_of::<T>()).ok_or(KernelError::Memory { bytes: usize::MAX })?;
+        let range = PageRange { region: Arc::new(Region::new(bytes)?), start: 0, len: bytes };
+        Ok(Pages { range, of: PhantomData })
+    }
+}
+
+impl<T: Plain> Deref for Pages<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the range begins a page and holds so many, of which any bits are a value.
+        unsafe { std::slice::from_raw_parts(self.range.as_ptr().cast(), self.range.len() / size_of::<T>()) }
+    }
+}
+
+impl<T: Plain> DerefMut for Pages<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        let count = self.len();
+        // SAFETY: as above, and `self` is borrowed for as long.
+        unsafe { std::slice::from_raw_parts_mut(self.range.as_mut_ptr().cast(), count) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +178,19 @@ mod tests {
         for (i, range) in ranges.iter().enumerate() {
             assert!(range.iter().all(|&b| b == 1 + i as u8), "range {i} overlaps another");
         }
+    }
+
+    #[test]
+    fn activations_are_zeroed_and_as_many_as_asked_for() {
+        for count in [0, 1, 7, 4096, HUGE] {
+            let mut pages = Pages::<f32>::zeroed(count).unwrap();
+            assert!(pages.len() == count && pages.iter().all(|&x| x == 0.0));
+            assert_eq!(pages.as_ptr() as usize % LINE, 0);
+            pages.fill(1.5);
+            assert!(pages.iter().all(|&x| x == 1.5));
+        }
+        assert_eq!(Pages::<[i32; 3]>::zeroed(5).unwrap()[..], [[0; 3]; 5]);
+        assert!(matches!(Pages::<f32>::zeroed(usize::MAX), Err(KernelError::Memory { .. })));
     }
 
     #[test]

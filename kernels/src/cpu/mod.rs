@@ -46,7 +46,7 @@ pub use weight::CpuWeight;
 
 use crate::WeightSource;
 use crate::backend::{AttentionShape, Backend, Input, Norm, Product, Ragged, Room, Rope};
-use crate::pages::Arena;
+use crate::pages::{Arena, Pages};
 use crate::{HostPool, KernelError};
 
 /// Rows of element-wise work that make a task at most, however few elements they are.
@@ -114,7 +114,7 @@ impl CpuBackend {
             threads,
             pool,
             swapped,
-            scratch: Quantised::default(),
+            scratch: Quantised::with_capacity(0)?,
             weights: Arena::default(),
             plans,
         })
@@ -195,7 +195,7 @@ impl CpuBackend {
         &mut self,
         shape: AttentionShape,
         batch: &Ragged,
-        rope: &Rope<Vec<f32>>,
+        rope: &Rope<Pages<f32>>,
         q: &mut [f32],
         k: &[f32],
         v: &[f32],
@@ -255,19 +255,21 @@ impl CpuBackend {
 }
 
 impl Backend for CpuBackend {
-    type Buffer = Vec<f32>;
+    type Buffer = Pages<f32>;
     type Weight = CpuWeight;
 
     fn name(&self) -> String {
         format!("cpu ({}, {} threads)", self.isa.name(), self.threads.count())
     }
 
-    fn buffer(&self, elements: usize) -> Result<Vec<f32>, KernelError> {
-        Ok(vec![0.0; elements])
+    fn buffer(&self, elements: usize) -> Result<Pages<f32>, KernelError> {
+        Pages::zeroed(elements)
     }
 
-    fn upload(&self, values: &[f32]) -> Result<Vec<f32>, KernelError> {
-        Ok(values.to_vec())
+    fn upload(&self, values: &[f32]) -> Result<Pages<f32>, KernelError> {
+        let mut buffer = Pages::zeroed(values.len())?;
+        buffer.copy_from_slice(values);
+        Ok(buffer)
     }
 
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<CpuWeight, KernelError> {
@@ -278,13 +280,13 @@ impl Backend for CpuBackend {
         weight.data.len()
     }
 
-    fn elements(&self, buffer: &Vec<f32>) -> usize {
+    fn elements(&self, buffer: &Pages<f32>) -> usize {
         buffer.len()
     }
 
     fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
         if self.scratch.normed.len() < room.rows * room.cols {
-            self.scratch = Quantised::with_capacity(room.rows * room.cols);
+            self.scratch = Quantised::with_capacity(room.rows * room.cols)?;
         }
         Ok(())
     }
@@ -296,7 +298,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn read(&mut self, buffer: &Vec<f32>, offset: usize, out: &mut [f32]) {
+    fn read(&mut self, buffer: &Pages<f32>, offset: usize, out: &mut [f32]) {
         out.copy_from_slice(&buffer[offset..offset + out.len()]);
     }
 
@@ -318,7 +320,7 @@ impl Backend for CpuBackend {
         self.pool.copy_block(group, from, to);
     }
 
-    fn embed(&mut self, table: &CpuWeight, ids: &[u32], scale: f32, out: &mut Vec<f32>) {
+    fn embed(&mut self, table: &CpuWeight, ids: &[u32], scale: f32, out: &mut Pages<f32>) {
         for (&id, row) in ids.iter().zip(out.chunks_exact_mut(table.cols)) {
             table.read_row(id as usize, row);
             if scale != 1.0 {
@@ -327,10 +329,10 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn rms_norm(&mut self, norm: &Norm<Vec<f32>>, x: &mut Vec<f32>, rows: usize) {
+    fn rms_norm(&mut self, norm: &Norm<Pages<f32>>, x: &mut Pages<f32>, rows: usize) {
         let (isa, width, eps) = (self.isa, norm.weight.len(), norm.eps);
         assert!(x.len() >= rows * width, "rms_norm buffer too small");
-        let (x, weight) = (Shared(x.as_mut_ptr()), norm.weight.as_slice());
+        let (x, weight) = (Shared(x.as_mut_ptr()), &norm.weight[..]);
         self.over_rows(rows, width, &|first, count| {
             for row in first..first + count {
                 // SAFETY: the buffer holds `rows` rows; a row belongs to one task.
@@ -342,7 +344,7 @@ impl Backend for CpuBackend {
         });
     }
 
-    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, elements: usize) {
+    fn add(&mut self, x: &mut Pages<f32>, y: &Pages<f32>, elements: usize) {
         assert!(elements.is_multiple_of(LANES) && x.len() >= elements && y.len() >= elements, "add sizes");
         let (isa, x) = (self.isa, Shared(x.as_mut_ptr()));
         self.threads.run(elements.div_ceil(PIECE), &|i| {
@@ -352,7 +354,11 @@ impl Backend for CpuBackend {
         });
     }
 
-    fn matmul<const N: usize>(&mut self, input: Input<'_, Vec<f32>>, products: [Product<'_, CpuWeight, Vec<f32>>; N]) {
+    fn matmul<const N: usize>(
+        &mut self,
+        input: Input<'_, Pages<f32>>,
+        products: [Product<'_, CpuWeight, Pages<f32>>; N],
+    ) {
         self.multiply(input, products);
     }
 
@@ -360,19 +366,19 @@ impl Backend for CpuBackend {
         &mut self,
         shape: AttentionShape,
         batch: &Ragged,
-        rope: &Rope<Vec<f32>>,
-        q: &mut Vec<f32>,
-        k: &Vec<f32>,
-        v: &Vec<f32>,
+        rope: &Rope<Pages<f32>>,
+        q: &mut Pages<f32>,
+        k: &Pages<f32>,
+        v: &Pages<f32>,
     ) {
         self.store(shape, batch, rope, q, k, v);
     }
 
-    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Vec<f32>, out: &mut Vec<f32>) {
+    fn attention(&mut self, shape: AttentionShape, batch: &Ragged, q: &Pages<f32>, out: &mut Pages<f32>) {
         self.attend(shape, batch, q, out);
     }
 
-    fn gather_rows(&mut self, x: &Vec<f32>, width: usize, rows: &[u32], out: &mut Vec<f32>) {
+    fn gather_rows(&mut self, x: &Pages<f32>, width: usize, rows: &[u32], out: &mut Pages<f32>) {
         for (&row, out) in rows.iter().zip(out.chunks_exact_mut(width)) {
             out.copy_from_slice(&x[row as usize * width..][..width]);
         }

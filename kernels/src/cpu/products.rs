@@ -10,6 +10,7 @@ use super::tiles::Operands;
 use super::unpack::GROUP;
 use super::{CpuBackend, CpuWeight, LANES, Shared, elementwise, quantise};
 use crate::backend::{First, Input, MAX_PRODUCTS, Product};
+use crate::pages::Pages;
 
 /// Tasks a thread gets, about: small enough to balance, large enough not to be felt.
 const TASKS_PER_THREAD: usize = 4;
@@ -36,11 +37,11 @@ fn piece(weight: &CpuWeight, bytes: usize) -> usize {
 impl CpuBackend {
     /// Does what comes first, and norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for
     /// quantised weights, the normed floats for dense ones. Gives the floats to multiply.
-    fn prepare(&mut self, input: Input<'_, Vec<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
+    fn prepare(&mut self, input: Input<'_, Pages<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
         let (isa, rounded) = (self.isa, self.scratch.rounded());
         let normed = Shared(self.scratch.normed.as_mut_ptr());
         let (x, groups) = (Shared(input.x.as_mut_ptr()), cols / GROUP);
-        let norm = input.first.norm().map(|norm| (norm.weight.as_slice(), norm.eps));
+        let norm = input.first.norm().map(|norm| (&norm.weight[..], norm.eps));
         let floats = input.x.as_ptr();
         if !quantised && matches!(input.first, First::Nothing) {
             return floats;
@@ -87,8 +88,8 @@ impl CpuBackend {
     /// When a buffer is too small, weights differ in their inputs, or [`crate::Backend::reserve`] was not called for as many.
     pub(super) fn multiply<const N: usize>(
         &mut self,
-        input: Input<'_, Vec<f32>>,
-        products: [Product<'_, CpuWeight, Vec<f32>>; N],
+        input: Input<'_, Pages<f32>>,
+        products: [Product<'_, CpuWeight, Pages<f32>>; N],
     ) {
         const { assert!(N >= 1 && N <= MAX_PRODUCTS) };
         let (rows, cols) = (input.rows, products[0].weight.cols);

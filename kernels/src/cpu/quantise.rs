@@ -7,19 +7,20 @@ use super::elementwise::{normed, rms_factor};
 use super::isa::dispatch;
 use super::simd::{LANES, Simd};
 use super::unpack::GROUP;
+use crate::KernelError;
+use crate::pages::Pages;
 
 /// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / 32] · q[t][k]`; `minus_sum[t][g] = -scale · Σ q` for weights with a minimum, and
 /// `halves[t][k / 16] = Σ q` for products that raise signed weights.
-#[derive(Default)]
 pub struct Quantised {
     /// Rows that were only normed, for products with floats.
-    pub normed: Vec<f32>,
-    pub q: Vec<i8>,
-    pub scale: Vec<f32>,
-    pub minus_sum: Vec<f32>,
-    pub halves: Vec<i16>,
+    pub normed: Pages<f32>,
+    pub q: Pages<i8>,
+    pub scale: Pages<f32>,
+    pub minus_sum: Pages<f32>,
+    pub halves: Pages<i16>,
     /// Of each group, what undoes the raising of weights: `-32 · Σ q` of either half, and `-128 · Σ q` of both.
-    pub raised: Vec<[i32; 3]>,
+    pub raised: Pages<[i32; 3]>,
 }
 
 impl Quantised {
@@ -35,16 +36,16 @@ impl Quantised {
     }
 
     /// Room for `elements` activations.
-    pub fn with_capacity(elements: usize) -> Self {
+    pub fn with_capacity(elements: usize) -> Result<Self, KernelError> {
         let groups = elements.div_ceil(GROUP);
-        Quantised {
-            normed: vec![0.0; elements],
-            q: vec![0; groups * GROUP],
-            scale: vec![0.0; groups],
-            minus_sum: vec![0.0; groups],
-            halves: vec![0; 2 * groups],
-            raised: vec![[0; 3]; groups],
-        }
+        Ok(Quantised {
+            normed: Pages::zeroed(elements)?,
+            q: Pages::zeroed(groups * GROUP)?,
+            scale: Pages::zeroed(groups)?,
+            minus_sum: Pages::zeroed(groups)?,
+            halves: Pages::zeroed(2 * groups)?,
+            raised: Pages::zeroed(groups)?,
+        })
     }
 }
 
@@ -259,7 +260,7 @@ mod tests {
         for isa in Isa::available() {
             let [mut together, mut alone, mut normed] = [(); 3].map(|()| Quantised::with_capacity(GROUPS * GROUP));
             let mut normed_row = vec![0.0; GROUPS * GROUP];
-            let mut apart = Quantised::with_capacity(GROUPS * GROUP);
+            let mut apart = Quantised::with_capacity(GROUPS * GROUP).unwrap();
             // SAFETY: all have room for the groups; the instruction set is available.
             unsafe {
                 quantise(isa, row.as_ptr(), GROUPS, together.rounded());

@@ -36,14 +36,14 @@ use super::weight::CpuWeight;
 
 /// Rows from which a strip is worth unpacking: at 8 it takes a fifth longer than the tiles of [`super::tiles`], at 16 less.
 const MANY: usize = 12;
-/// Rows from which tiles are faster than VNNI: measured 0.8 of it at 12 rows, 1.0 at 32, 1.1 at 64 and 1.2 at 128.
-const AMX_MANY: usize = 32;
+/// Rows from which tiles are faster than VNNI: measured 0.8 of it at 12 rows, 0.9 to 1.0 at 32, 1.1 at 64 and 1.2 at 128.
+const AMX_MANY: usize = 64;
 
 /// Panels of a strip: two vectors of outputs.
 pub const PANELS: usize = 4;
 
 /// Most groups of a chunk: they fill half the first-level cache.
-const CHUNK: usize = 16;
+const CHUNK: usize = 24;
 
 /// The same beside the products of tiles.
 const AMX_CHUNK: usize = 8;

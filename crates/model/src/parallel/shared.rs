@@ -7,7 +7,10 @@
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use baton_engine::RunError;
-use baton_kernels::{CpuBackend, Meeting};
+use baton_kernels::{Backend, CpuBackend, Meeting};
+
+/// Activations in this process.
+type Buffer = <CpuBackend as Backend>::Buffer;
 
 use super::Collective;
 
@@ -57,7 +60,7 @@ impl SharedSlots {
 }
 
 impl Collective<CpuBackend> for ThreadRanks {
-    fn all_reduce(&mut self, _: &mut CpuBackend, x: &mut Vec<f32>, elements: usize) -> Result<(), RunError> {
+    fn all_reduce(&mut self, _: &mut CpuBackend, x: &mut Buffer, elements: usize) -> Result<(), RunError> {
         let side = self.show(&x[..elements])?;
         for first in (0..elements).step_by(PIECE) {
             let piece = first..(first + PIECE).min(elements);
@@ -74,10 +77,10 @@ impl Collective<CpuBackend> for ThreadRanks {
     fn gather(
         &mut self,
         _: &mut CpuBackend,
-        part: &Vec<f32>,
+        part: &Buffer,
         rows: usize,
         splits: &[usize],
-        whole: &mut Vec<f32>,
+        whole: &mut Buffer,
     ) -> Result<(), RunError> {
         let range = |rank: usize| splits[rank]..splits[rank + 1];
         let side = self.show(&part[..rows * range(self.rank).len()])?;
