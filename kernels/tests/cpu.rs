@@ -191,7 +191,7 @@ fn instruction_sets_agree_to_the_bit() {
             let mut out = backend.buffer(ROWS * 21).unwrap();
             let product = Product { weight: &weight, bias: None, out: &mut out };
             backend.matmul(Input { x: &mut x, rows: ROWS, first }, [product]);
-            out
+            out.to_vec()
         })
     };
     for dtype in DTYPES {
@@ -212,19 +212,20 @@ fn instruction_sets_store_and_attend_alike_to_the_bit() {
         let mut rows = |heads: usize, factor: f32| -> Vec<f32> {
             random.vector(tokens * heads * dim).into_iter().map(|x| x * factor).collect()
         };
-        let (mut q, k, mut v, angles) = (rows(6, 1.0), rows(2, 1.0), rows(2, 30.0), rows(1, 1.0));
+        let (q, k, mut v, angles) = (rows(6, 1.0), rows(2, 1.0), rows(2, 30.0), rows(1, 1.0));
         // A row without a finite number is stored as something, and the same something.
         v[7 * dim..8 * dim].fill(f32::NAN);
-        let rope = Rope { cos: angles.clone(), sin: angles };
+        let mut out = backend.buffer(q.len()).unwrap();
+        let [mut q, k, v, cos, sin] = [&q, &k, &v, &angles, &angles].map(|x| backend.upload(x).unwrap());
+        let rope = Rope { cos, sin };
         let shape = AttentionShape { group: 0, layer: 0, heads: 6, scale: 0.3 };
         let mut batch = Ragged::with_capacity(tokens, 3);
         batch.push(0, tokens, &[BlockId(2), BlockId(0), BlockId(1)]);
-        let mut out = vec![0.0f32; q.len()];
         backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         backend.attention(shape, &batch, &q, &mut out);
         let blocks: Vec<_> = (0..3).map(|b| factory.block(&backend, 0, 0, BlockId(b))).collect();
         // Which NaN it is may differ.
-        (out.into_iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect::<Vec<_>>(), blocks)
+        (out.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect::<Vec<_>>(), blocks)
     };
     for dtype in KvDtype::ALL {
         for head_dim in [8, 64, 72, 256] {
