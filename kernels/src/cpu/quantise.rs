@@ -258,7 +258,8 @@ mod tests {
         const GROUPS: usize = 19;
         let (row, weight) = (row(GROUPS), [1.5; GROUPS * GROUP]);
         for isa in Isa::available() {
-            let [mut together, mut alone, mut normed] = [(); 3].map(|()| Quantised::with_capacity(GROUPS * GROUP).unwrap());
+            let [mut together, mut alone, mut normed] =
+                [(); 3].map(|()| Quantised::with_capacity(GROUPS * GROUP).unwrap());
             let mut normed_row = vec![0.0; GROUPS * GROUP];
             let mut apart = Quantised::with_capacity(GROUPS * GROUP).unwrap();
             // SAFETY: all have room for the groups; the instruction set is available.
@@ -277,7 +278,12 @@ mod tests {
                 assert_eq!(got.q[..], want.q[..], "{what}, {}", isa.name());
                 assert_eq!(bits(&got.scale), bits(&want.scale), "{what}, {}", isa.name());
                 assert_eq!(bits(&got.minus_sum), bits(&want.minus_sum), "{what}, {}", isa.name());
-                assert_eq!((&got.halves[..], &got.raised[..]), (&want.halves[..], &want.raised[..]), "{what}, {}", isa.name());
+                assert_eq!(
+                    (&got.halves[..], &got.raised[..]),
+                    (&want.halves[..], &want.raised[..]),
+                    "{what}, {}",
+                    isa.name()
+                );
             }
             assert_eq!((together.q[0], together.scale[1], together.scale[2]), (-127, 0.0, 0.0));
             let half = |h: usize| together.q[h * 16..][..16].iter().map(|&q| i32::from(q)).sum::<i32>();
