@@ -53,7 +53,7 @@ pub(crate) enum Message<C> {
     Tiers(baton_roles::tiers::Command),
     /// From the receiving end of handoffs.
     Received(ReceiverEvent),
-    /// A prefix that a prompt may need soon: it is loaded if only the worker's store has it.
+    /// A prefix that a prompt may need soon: it is loaded if only the worker's store has it. Whoever asks is told that it was heard.
     Recall(Box<Prefix>, oneshot::Sender<()>),
     /// Somebody wants to see KV.
     Look(Look),

@@ -37,7 +37,7 @@ const DISK_THREADS: usize = 4;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
-/// How long a worker that ends goes on writing to its disk.
+/// How long a worker that ends goes on writing to its disk and its object store.
 const FLUSH: Duration = Duration::from_secs(5);
 /// Metrics are updated so often, and the store is told the time.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
@@ -103,7 +103,9 @@ pub(crate) async fn flush(store: Arc<KvStore>) {
     // It waits for the disk.
     let flushed = tokio::task::spawn_blocking(move || store.flush(FLUSH)).await;
     if !flushed.unwrap_or(false) {
-        tracing::warn!("not all KV in host memory could be written to disk within {FLUSH:?}; it is computed again");
+        tracing::warn!(
+            "not all KV in host memory could be written to disk or uploaded within {FLUSH:?}; it is computed again"
+        );
     }
 }
 

@@ -9,10 +9,10 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use baton_engine::RunError;
 use baton_kernels::{Backend, CpuBackend, Meeting};
 
+use super::Collective;
+
 /// Activations in this process.
 type Buffer = <CpuBackend as Backend>::Buffer;
-
-use super::Collective;
 
 /// Elements summed at a time, so that the sum stays in the cache while the ranks' parts are added.
 const PIECE: usize = 4096;
