@@ -7,8 +7,8 @@
 //! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill and for shared blocks (4 · head_dim ·
 //! visible slots per row and head).
 //!
-//! A group with sinks shows its first slots before those of the window, to queries rotated for them: then keys are as far away as
-//! they stand within the cache (StreamingLLM, Xiao et al. 2023).
+//! A query that no longer sees all before it takes its group's sinks before its window, rotated for them: then keys are as far away
+//! as they stand within the cache (StreamingLLM, Xiao et al. 2023). Until then it is answered as without sinks, to the bit.
 
 use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
@@ -222,13 +222,14 @@ unsafe fn attend_kernel<S: Codes, T: KvRow>(_: S, task: &Task<'_>) {
             }
         }
         for tile in task.tiles {
-            let sinks = task.tables.sight.sinks;
-            for base in (0..sinks.min(tile.end())).step_by(SLOTS) {
-                let block = task.tables.blocks[tile.sinks + base / task.tables.sight.block_size];
-                let at = (block, base % task.tables.sight.block_size);
+            let sight = task.tables.sight;
+            let sinks = if sight.evicts(tile.end() - 1) { sight.sinks } else { 0 };
+            for base in (0..sinks).step_by(SLOTS) {
+                let block = task.tables.blocks[tile.sinks + base / sight.block_size];
+                let at = (block, base % sight.block_size);
                 slots::load::<S, T>(&task.planes, task.kv_head, at, (work.widened, 0));
                 let rows = Rows::of(task, std::slice::from_ref(tile), |position| {
-                    (0, (position + 1).min(sinks).saturating_sub(base).min(SLOTS))
+                    (0, if sight.evicts(position) { (sinks - base).min(SLOTS) } else { 0 })
                 });
                 work.take::<1>(task, (&rows, task.sink_q), 0, &mut Ahead::new(&task.planes, task.kv_head, [None; 2]));
             }

@@ -31,9 +31,15 @@ pub struct Sight {
 }
 
 impl Sight {
-    /// First position behind the sinks that a query at `position` sees, if it stands behind them itself.
+    /// First position that a query at `position` sees; the sinks are apart where it does not see all between them and itself.
     pub fn first(&self, position: usize) -> usize {
-        self.window.map_or(0, |w| (position + 1).saturating_sub(w)).max(self.sinks)
+        let window = self.window.filter(|_| self.evicts(position));
+        window.map_or(0, |w| position + 1 - w)
+    }
+
+    /// Whether a query at `position` no longer sees all before it.
+    pub fn evicts(&self, position: usize) -> bool {
+        self.window.is_some_and(|w| position >= self.sinks + w)
     }
 }
 
