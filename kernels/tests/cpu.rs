@@ -106,7 +106,7 @@ fn best_instruction_set_conforms() {
 
 #[test]
 fn every_instruction_set_conforms() {
-    for isa in Isa::available() {
+    for isa in Isa::testable() {
         run(&Cpu(CpuOptions { threads: 2, isa, pinned: false }));
     }
 }
@@ -139,7 +139,7 @@ fn products_of_many_rows_have_the_bits_of_each_row_alone() {
     let agree = |dtype, (rows, cols, outs): (usize, usize, usize), data: &[u8], x: &[f32], counts: &[usize]| {
         let source = WeightSource { name: "w", dtype, rows: outs, cols, data: data.into(), row_order: None };
         let want = product(Isa::Portable, &source, x, 1);
-        for isa in Isa::available() {
+        for isa in Isa::testable() {
             for &count in counts {
                 let got = product(isa, &source, x, count);
                 assert!(got == want, "{dtype:?}, {outs} x {cols}, {count} of {rows} rows, {}", isa.name());
@@ -156,17 +156,23 @@ fn products_of_many_rows_have_the_bits_of_each_row_alone() {
             agree(dtype, (rows, cols, outs), &data, &x, counts);
         }
     }
-    // The largest sums of integers: 6-bit weights of -32 with scales of -128, 8-bit ones of -128, and activations of 127 or -127.
-    for (dtype, fill) in [(WeightDtype::Q6K, 0u8), (WeightDtype::Q8_0, 0x80)] {
-        let (rows, cols, outs) = (24, 512, 32);
+    // The largest sums of integers: 6-bit weights of -32 with scales of -128, 8-bit ones of -128, weights of 15 and 31 with scales and minima
+    // of 63, and activations of 127 or -127.
+    let extremes = [
+        (WeightDtype::Q6K, 0..192, 0u8, 192..208, 0x80u8),
+        (WeightDtype::Q8_0, 2..34, 0x80, 0..0, 0),
+        (WeightDtype::Q4K, 16..144, 0xff, 4..16, 0xff),
+        (WeightDtype::Q5K, 16..176, 0xff, 4..16, 0xff),
+    ];
+    for (dtype, weights, fill, scales, scale) in extremes {
+        let (rows, cols, outs) = (65, 512, 32);
         let mut data = random_weight(dtype, outs, cols, &mut random);
         for block in data.chunks_exact_mut(dtype.block_bytes()) {
-            let (weights, scales) = if dtype == WeightDtype::Q6K { (0..192, 192..208) } else { (2..34, 0..0) };
-            block[weights].fill(fill);
-            block[scales].fill(0x80);
+            block[weights.clone()].fill(fill);
+            block[scales.clone()].fill(scale);
         }
         let x: Vec<f32> = (0..rows * cols).map(|i| if i / cols % 2 == 0 { 1.0 } else { -1.0 }).collect();
-        agree(dtype, (rows, cols, outs), &data, &x, &[rows]);
+        agree(dtype, (rows, cols, outs), &data, &x, &[8, 16, rows]);
     }
 }
 
@@ -195,7 +201,7 @@ fn instruction_sets_agree_to_the_bit() {
         })
     };
     for dtype in DTYPES {
-        for isa in Isa::available() {
+        for isa in Isa::testable() {
             assert_eq!(product(isa, dtype), product(Isa::Portable, dtype), "{dtype:?} {}", isa.name());
         }
     }
@@ -230,7 +236,7 @@ fn instruction_sets_store_and_attend_alike_to_the_bit() {
     for dtype in KvDtype::ALL {
         for head_dim in [8, 64, 72, 256] {
             let (out, blocks) = run(Isa::Portable, dtype, head_dim);
-            for isa in Isa::available() {
+            for isa in Isa::testable() {
                 let got = run(isa, dtype, head_dim);
                 assert!(got.1 == blocks, "blocks differ: {dtype:?} x {head_dim}, {}", isa.name());
                 assert!(got.0 == out, "attention differs: {dtype:?} x {head_dim}, {}", isa.name());

@@ -41,6 +41,18 @@ impl Isa {
         found
     }
 
+    /// [`Isa::available`], and AMX where the CPU has all of it but the tiles: those are emulated from now on (`cpu/emulated.rs`).
+    #[cfg(feature = "testing")]
+    pub fn testable() -> Vec<Isa> {
+        let mut found = Isa::available();
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if matches!(found[0], Isa::Vnni(_)) {
+            super::emulated::install();
+            found.insert(0, Isa::Amx(Proof(())));
+        }
+        found
+    }
+
     /// For logs and `--help`.
     pub fn name(self) -> &'static str {
         match self {

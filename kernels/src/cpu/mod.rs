@@ -10,6 +10,8 @@ mod codes;
 mod dots;
 mod element;
 mod elementwise;
+#[cfg(all(feature = "testing", target_arch = "x86_64", target_os = "linux"))]
+mod emulated;
 mod fold;
 mod isa;
 mod kv_convert;
