@@ -33,6 +33,8 @@ from compare import print_table, wait_until_idle
 ROUTER_CORE, OTHER_CORE = "0", "1"
 # A router that adds more to the time to a first token is overloaded.
 LATE_MS = 5
+# Short answers have this part of the tokens.
+SHORT = 8
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -110,13 +112,24 @@ def load(options, url, model, text=False):
 
 
 def measured(options, router, url, model, text=False):
-    """Loads a router once to warm it up, then for the record, with its CPU."""
+    """Loads a router once to warm it up, then for the record, with its CPU, then with short answers, to tell what a token costs from what a
+    request does."""
     load(argparse.Namespace(**{**vars(options), "seconds": 1, "rate": min(options.rate, 200)}), url, model, text)
-    before, other = router.cpu(), core_times(OTHER_CORE)
-    result = load(options, url, model, text)
+    other = core_times(OTHER_CORE)
+    result, cpu_us = cpu_us_a_request(options, router, url, model, text)
     busy, all_time = (after - since for after, since in zip(core_times(OTHER_CORE), other))
-    good = max(result["requests"] - result["failed"], 1)
-    return {**result, "cpu_us_a_token": (router.cpu() - before) / good / options.tokens * 1e6, "other_core": busy / all_time}
+    short = argparse.Namespace(**{**vars(options), "tokens": max(options.tokens // SHORT, 1)})
+    _, short_us = cpu_us_a_request(short, router, url, model, text)
+    more_us = (cpu_us - short_us) / max(options.tokens - short.tokens, 1)
+    return {**result, "cpu_us_a_token": cpu_us / options.tokens, "cpu_us_a_token_more": more_us,
+            "cpu_us_a_request": short_us - short.tokens * more_us, "other_core": busy / all_time}
+
+
+def cpu_us_a_request(options, router, url, model, text):
+    """What a load reports, and the router's CPU for each of its requests, with all their tokens."""
+    before = router.cpu()
+    result = load(options, url, model, text)
+    return result, (router.cpu() - before) / max(result["requests"] - result["failed"], 1) * 1e6
 
 
 def direct(options):
@@ -282,9 +295,9 @@ def main():
             rows.append([f"{rate:.0f}", str(burst), shared or "-", name, *row])
             # A run takes long, and may be cut off.
             print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-            if float(row[2]) < LATE_MS and row[-1] == "0":
+            if float(row[4]) < LATE_MS and row[-1] == "0":
                 held[name, burst, shared] = max(rate, held.get((name, burst, shared), 0))
-    print_table(["requests/s", "burst", "shared", "router", "CPU, µs a token", "first token p50, ms added", "p99", "end p50, ms added", "p99",
+    print_table(["requests/s", "burst", "shared", "router", "CPU, µs a token", "of it a request", "and a token more", "first token p50, ms added", "p99", "end p50, ms added", "p99",
                  "other core", "failed"], rows)
     if len(rates) > 1:
         print(f"\nHighest of these rates at which the first token's p99 is under {LATE_MS} ms more, and nothing fails:")
@@ -297,8 +310,8 @@ def main():
 def figures(runs):
     median = lambda values: statistics.median(list(values))
     added = lambda what, at: f"{median((own[what][at] or 0) - (alone[what][at] or 0) for own, alone in runs):.2f}"
-    cpu = f"{median(own['cpu_us_a_token'] for own, _ in runs):.2f}"
-    return [cpu, added("first_ms", "p50"), added("first_ms", "p99"), added("last_ms", "p50"), added("last_ms", "p99"),
+    cpu = [f"{median(own[what] for own, _ in runs):.2f}" for what in ("cpu_us_a_token", "cpu_us_a_request", "cpu_us_a_token_more")]
+    return [*cpu, added("first_ms", "p50"), added("first_ms", "p99"), added("last_ms", "p50"), added("last_ms", "p99"),
             f"{median(own['other_core'] for own, _ in runs):.0%}", str(sum(own["failed"] for own, _ in runs))]
 
 

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Serving under load: Baton split, Baton aggregated and llama.cpp's server on the same cores, one after the other, on one trace.
 
-    bench/serving.py --baton target/release/baton --model model.gguf --rate 0.5 --requests 40 --rounds 3
+    bench/serving.py --baton target/release/baton --llama llama-server --model model.gguf --rates 0.5 --requests 40 --rounds 3
+
+Split, every prompt is computed by the prefill worker; conditional is how Baton is shipped: the router has a short one computed by the decode
+worker, where it is answered sooner that way.
 
 A trace is drawn from a seed: Poisson arrivals, a part of the prompts long, so that they arrive among running streams. It is sent open-loop:
 a request goes out when it is due, however late the answers are, and its time to first token counts from then. Every way gets the same
@@ -10,31 +13,43 @@ trace, the same number of sequences at a time, the same context and the same tok
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
-import pathlib
 import random
 import statistics
 import subprocess
 import sys
 import time
+import typing
 
 from cluster import Cluster, free_ports, random_ids
 from compare import print_table, wait_until_idle
-
-HERE = pathlib.Path(__file__).resolve().parent
 
 
 class LlamaServer:
     """llama.cpp's server, until closed; the same interface as `Cluster`."""
 
-    def __init__(self, model, threads, sequences, context):
+    def __init__(self, program, model, threads, sequences, context):
         (self.port,) = free_ports(1)
-        command = [sys.executable, HERE / "llama_server.py", model, "--port", str(self.port), "--threads", str(threads),
-                   "--sequences", str(sequences), "--context", str(context)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        if not self.process.stdout.readline():
-            raise SystemExit("llama.cpp's server did not start")
+        threads = str(threads)
+        # A part of the cache for each sequence, as Baton's engine reserves: in a shared one each would mask the others'.
+        command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--threads", threads, "--threads-batch", threads,
+                   "--parallel", str(sequences), "--ctx-size", str(sequences * context), "--no-kv-unified", "--batch-size", "512",
+                   "--ubatch-size", "512", "--cache-ram", "0", "--log-disable"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not self.ready():
+            if self.process.poll() is not None:
+                raise SystemExit(f"llama.cpp's server did not start: {' '.join(map(str, command))}")
+            time.sleep(0.1)
+
+    def ready(self):
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
 
     def completion(self, ids, max_tokens):
         return "/completion", {"prompt": ids, "n_predict": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True,
@@ -46,7 +61,7 @@ class LlamaServer:
         return event["tokens_predicted"] - before if event.get("stop") else len(event.get("tokens") or [])
 
     def close(self):
-        self.process.stdin.close()
+        self.process.terminate()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -108,32 +123,36 @@ def figures(args, requests, answers, seconds):
     """One run's metrics."""
     firsts = [first for first, _ in answers]
     gaps = [gap for _, gaps in answers for gap in gaps]
-    good = sum(first <= args.ttft_slo and percentile(gaps, 99) <= args.itl_slo for first, gaps in answers)
-    return {
+    result = {
         "TTFT p50, s": percentile(firsts, 50),
         "TTFT p99, s": percentile(firsts, 99),
         "ITL p50, ms": percentile(gaps, 50) * 1000,
         "ITL p99, ms": percentile(gaps, 99) * 1000,
         "ITL max, ms": max(gaps) * 1000,
         "throughput, tokens/s": sum(answer for *_, answer in requests) / seconds,
-        "goodput, requests/s": good / seconds,
-        "within both SLOs, %": 100 * good / len(answers),
     }
+    for slo in args.slos:
+        good = sum(first <= slo.first and percentile(gaps, 99) <= slo.gap for first, gaps in answers)
+        result |= {f"goodput, requests/s, {slo}": good / seconds, f"within {slo}, %": 100 * good / len(answers)}
+    return result
 
 
 def ways(args):
     """Name -> how to start it."""
     kv = f"{args.kv_memory}MiB"
     limits = {"BATON_MAX_RUNNING": str(args.sequences), "BATON_TOKEN_BUDGET": "512"}
-    def baton(threads, *flags, chunk=256):
+    def baton(threads, *flags, **settings):
         flags = ["--kv-memory", kv, "--context", str(args.context), "--threads", str(threads), *flags]
-        return lambda: Cluster(args.baton, args.model, flags, {**limits, "BATON_CHUNK": str(chunk)})
+        settings = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
+        return lambda: Cluster(args.baton, args.model, flags, {**limits, "BATON_CHUNK": "256", **settings})
+    # A core each: together as many as the others have.
+    half = max(1, args.threads // 2)
     return {
-        # A core each: together as many as the others have.
-        "split": baton(max(1, args.threads // 2)),
+        "split": baton(half, local_prompt=0, local_prefill=0),
+        "conditional": baton(half),
         "aggregated": baton(args.threads, "--aggregated"),
         "aggregated, chunks of 32": baton(args.threads, "--aggregated", chunk=32),
-        "llama.cpp": lambda: LlamaServer(args.model, args.threads, args.sequences, args.context),
+        "llama.cpp": lambda: LlamaServer(args.llama, args.model, args.threads, args.sequences, args.context),
     }
 
 
@@ -149,6 +168,19 @@ def measure(args, start, number):
         server.close()
 
 
+class Slo(typing.NamedTuple):
+    """What an answer has to keep, in seconds: its first token, and 99% of its gaps between tokens."""
+    first: float
+    gap: float
+
+    @staticmethod
+    def read(text):
+        return [Slo(*map(float, slo.split(":"))) for slo in text.split(",")]
+
+    def __str__(self):
+        return f"{self.first:g} s and {self.gap * 1000:g} ms"
+
+
 def pair(text):
     low, high = (int(part) for part in text.split("-"))
     return low, high
@@ -157,9 +189,10 @@ def pair(text):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baton", default="target/release/baton")
+    parser.add_argument("--llama", required=True, help="llama.cpp's llama-server")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="compute threads in all")
-    parser.add_argument("--rate", type=float, default=0.5, help="requests a second, on average")
+    parser.add_argument("--rates", default="0.5", help="requests a second, on average, with commas")
     parser.add_argument("--requests", type=int, default=40, help="of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way; each round has another trace")
     parser.add_argument("--seed", type=int, default=1)
@@ -170,12 +203,28 @@ def arguments():
     parser.add_argument("--sequences", type=int, default=16, help="most sequences at a time")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--kv-memory", type=int, default=768, help="MiB of each Baton worker's KV pool")
-    parser.add_argument("--ttft-slo", type=float, default=5.0, help="seconds until the first token")
-    parser.add_argument("--itl-slo", type=float, default=0.2, help="seconds that 99%% of a request's gaps between tokens may take")
+    parser.add_argument("--slos", type=Slo.read, default="5:0.2,1:0.05",
+                        help="SLOs: seconds until the first token, and seconds that 99%% of an answer's gaps between tokens may take")
     parser.add_argument("--ways", help="only these, separated by semicolons")
     parser.add_argument("--idle-patience", type=float, default=120, help="seconds to wait for an idle machine")
     parser.add_argument("--json", help="also write every run to this file")
     return parser.parse_args()
+
+
+def table(args, chosen, rate):
+    """Measures at one rate and prints the table. Returns every run, and whether the machine was idle."""
+    args = argparse.Namespace(**{**vars(args), "rate": rate})
+    all_ways, runs, idle = ways(args), {name: [] for name in chosen}, True
+    for number in range(args.rounds):
+        for name in chosen:
+            idle &= wait_until_idle(0.1, args.idle_patience)
+            print(f"{rate:g} requests/s, round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+            runs[name].append(measure(args, all_ways[name], number))
+    cell = lambda values: f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+    print(f"\n{rate:g} requests/s:\n")
+    metrics = list(runs[chosen[0]][0])
+    print_table(["metric", *chosen], [[m, *(cell([r[m] for r in runs[name]]) for name in chosen)] for m in metrics])
+    return runs, idle
 
 
 def main():
@@ -184,23 +233,15 @@ def main():
     chosen = [name.strip() for name in args.ways.split(";")] if args.ways else list(all_ways)
     if unknown := [name for name in chosen if name not in all_ways]:
         raise SystemExit(f"--ways has {unknown[0]!r}; there are {'; '.join(all_ways)}")
-    runs, idle = {name: [] for name in chosen}, True
-    for number in range(args.rounds):
-        for name in chosen:
-            idle &= wait_until_idle(0.1, args.idle_patience)
-            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-            runs[name].append(measure(args, all_ways[name], number))
-    metrics = list(runs[chosen[0]][0])
-    cell = lambda values: f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-    print_table(["metric", *chosen], [[m, *(cell([r[m] for r in runs[name]]) for name in chosen)] for m in metrics])
-    print(f"\nMedian (lowest to highest) of {args.rounds} alternating runs of {args.requests} requests at {args.rate} a second, "
-          f"{args.long_share:.0%} of them long; SLOs: first token within {args.ttft_slo} s, 99% of a request's gaps within "
-          f"{args.itl_slo * 1000:.0f} ms.")
+    tables = {rate: table(args, chosen, rate) for rate in map(float, args.rates.split(","))}
+    print(f"\nMedian (lowest to highest) of {args.rounds} alternating runs of {args.requests} requests, {args.long_share:.0%} of them long. "
+          "SLOs: time to the first token, and 99% of a request's gaps between tokens.")
+    idle = all(idle for _, idle in tables.values())
     if not idle:
         print("The machine was NOT idle before each run: these figures mean nothing.")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"arguments": vars(args), "idle": idle, "runs": runs}, file, indent=1)
+            json.dump({"arguments": vars(args), "idle": idle, "runs": {rate: runs for rate, (runs, _) in tables.items()}}, file, indent=1)
 
 
 if __name__ == "__main__":
