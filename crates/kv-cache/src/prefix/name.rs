@@ -13,6 +13,9 @@ use siphasher::sip128::{Hasher128, SipHasher13};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct BlockName(pub u128);
 
+/// Tokens that are hashed together.
+const TOGETHER: usize = 16;
+
 /// A secret of a cluster, from which all its names follow: who sees names and has no secret cannot tell whether they are those of a prompt that he
 /// guesses. Default: none.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
@@ -82,7 +85,13 @@ impl NameChain {
     pub fn then(self, tokens: &[u32]) -> NameChain {
         let name = keyed(self.secret, |hash| {
             hash.write(&self.name.0.to_le_bytes());
-            tokens.iter().for_each(|token| hash.write(&token.to_le_bytes()));
+            // What is written together is hashed faster, to the same name.
+            for tokens in tokens.chunks(TOGETHER) {
+                let mut bytes = [0; 4 * TOGETHER];
+                let words = bytes.as_chunks_mut::<4>().0;
+                words.iter_mut().zip(tokens).for_each(|(word, token)| *word = token.to_le_bytes());
+                hash.write(&bytes[..4 * tokens.len()]);
+            }
         });
         NameChain { name, ..self }
     }
@@ -127,6 +136,19 @@ mod tests {
         assert_eq!(format!("{:032x}", name.0), "cb6ea57f4a5059f1b1c26d7ca168ca3a");
         let name = NameSecret::of(b"a secret").root("tenant", 4).then(&[1, 2, 3, 4]).name();
         assert_eq!(format!("{:032x}", name.0), "05ea80d0004909b2fad12cbdbbbcadf5");
+    }
+
+    #[test]
+    fn a_name_does_not_depend_on_what_is_hashed_together() {
+        let root = BlockName::root("tenant", 16);
+        for size in [0, 1, 15, 16, 17, 48, 50] {
+            let tokens: Vec<u32> = (0..size).map(|at| at * 0x0101_0101).collect();
+            let one_by_one = keyed(NameSecret::default(), |hash| {
+                hash.write(&root.name().0.to_le_bytes());
+                tokens.iter().for_each(|token| hash.write(&token.to_le_bytes()));
+            });
+            assert_eq!(root.then(&tokens).name(), one_by_one, "{size} tokens");
+        }
     }
 
     #[test]
