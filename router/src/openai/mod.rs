@@ -1,6 +1,7 @@
 //! The OpenAI-compatible HTTP API: its JSON, in and out. Everything in between is shared by both front doors.
 
 mod answer;
+mod cut;
 mod document;
 mod echo;
 mod fields;

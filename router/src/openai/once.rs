@@ -1,26 +1,22 @@
 //! Reads a request's body in one pass.
 //!
-//! The endpoint's own fields, the long ones among them, are read straight into their type. The other fields are cut out as text and then
-//! read from there. A body that cannot be read this way is read again field by field, for an error that names the field.
-
-use std::fmt;
-use std::marker::PhantomData;
+//! The body is cut into its fields, and each is read from its text. A body that cannot be read this way is read again field by field, for an
+//! error that names the field.
 
 use serde::Deserialize;
-use serde::de::value::{MapAccessDeserializer, StrDeserializer};
-use serde::de::{DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
-use serde_json::value::RawValue;
+use serde::de::value::{MapAccessDeserializer, SeqDeserializer, StrDeserializer};
+use serde::de::{DeserializeOwned, DeserializeSeed, Error, IgnoredAny, MapAccess};
 
+use super::cut::{Cutter, Field, NoObject, token_ids};
 use super::fields::{OtherFields, is_refused, names};
 use super::parse::parse;
 use super::types::CommonFields;
 use crate::error::RequestError;
 
+/// The field that can be a long list of token ids.
+const LONG: &str = "prompt";
 /// Fields beyond this many are kept only if they have a meaning.
 const MAX_KEPT: usize = 256;
-
-/// A field's name and its value as JSON text.
-type Field<'de> = (String, &'de RawValue);
 
 /// All fields of a request. `A` has those that only its endpoint knows.
 #[derive(Debug)]
@@ -40,72 +36,48 @@ pub(crate) fn fields<A: DeserializeOwned>(body: &[u8]) -> Result<Fields<A>, Requ
 }
 
 fn once<A: DeserializeOwned>(body: &[u8]) -> serde_json::Result<(A, CommonFields, OtherFields)> {
-    let mut json = serde_json::Deserializer::from_slice(body);
-    let (own, rest) = serde::Deserializer::deserialize_map(&mut json, Split::<A>(PhantomData))?;
-    json.end()?;
-    let common = names::<CommonFields>();
-    let (common, other): (Vec<_>, Vec<_>) = rest.into_iter().partition(|(name, _)| common.contains(&name.as_str()));
+    let [own, common, mut other, unknown] = split(body, names::<A>())?;
+    other.extend(unknown);
+    let own = A::deserialize(MapAccessDeserializer::new(Cut::new(own)))?;
     let common = CommonFields::deserialize(MapAccessDeserializer::new(Cut::new(common)))?;
     let other = OtherFields::deserialize(MapAccessDeserializer::new(Cut::new(other)))?;
     Ok((own, common, other))
 }
 
-/// Splits an object into an `A` and the fields that `A` does not have.
-struct Split<A>(PhantomData<A>);
-
-impl<'de, A: DeserializeOwned> Visitor<'de> for Split<A> {
-    type Value = (A, Vec<Field<'de>>);
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<M: MapAccess<'de>>(self, map: M) -> Result<Self::Value, M::Error> {
-        let mut rest = Vec::new();
-        let own = A::deserialize(MapAccessDeserializer::new(Known { map, names: names::<A>(), rest: &mut rest }))?;
-        Ok((own, rest))
-    }
-}
-
-/// The fields of an object that have one of these names. The others go to `rest`.
-struct Known<'a, 'de, M> {
-    map: M,
-    names: &'static [&'static str],
-    rest: &'a mut Vec<Field<'de>>,
-}
-
-impl<'de, M: MapAccess<'de>> MapAccess<'de> for Known<'_, 'de, M> {
-    type Error = M::Error;
-
-    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, M::Error> {
-        while let Some(name) = self.map.next_key::<String>()? {
-            if self.names.contains(&name.as_str()) {
-                return seed.deserialize(StrDeserializer::new(&name)).map(Some);
-            }
-            // A body may have a million fields that nobody knows (I5).
-            let matters = names::<CommonFields>().contains(&name.as_str()) || is_refused(&name);
-            match matters || self.rest.len() < MAX_KEPT {
-                true => self.rest.push((name, self.map.next_value()?)),
-                false => drop(self.map.next_value::<IgnoredAny>()?),
-            }
+/// The fields with these names, the common ones, those that are refused, and others.
+fn split<'de>(body: &'de [u8], own: &[&str]) -> serde_json::Result<[Vec<Field<'de>>; 4]> {
+    let no_object = |NoObject| serde_json::Error::custom("no object");
+    let (common, mut fields) = (names::<CommonFields>(), [const { Vec::new() }; 4]);
+    let mut cutter = Cutter::new(body).map_err(no_object)?;
+    while let Some((name, value)) = cutter.next().map_err(no_object)? {
+        let kind = match name.as_ref() {
+            name if own.contains(&name) => 0,
+            name if common.contains(&name) => 1,
+            name if is_refused(name) => 2,
+            _ => 3,
+        };
+        // A body may have a million fields (I5).
+        match fields[kind].len() < MAX_KEPT {
+            true => fields[kind].push((name, value)),
+            false if kind == 3 => drop(serde_json::from_str::<IgnoredAny>(value)?),
+            false => return Err(Error::custom("there are not so many fields that mean something: one comes twice")),
         }
-        Ok(None)
     }
-
-    fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, M::Error> {
-        self.map.next_value_seed(seed)
-    }
+    Ok(fields)
 }
 
 /// Fields that were cut out of an object.
 struct Cut<'de> {
     fields: std::vec::IntoIter<Field<'de>>,
-    value: Option<&'de RawValue>,
+    /// Of the field whose name was asked for.
+    value: Option<&'de str>,
+    /// Whether it is [`LONG`].
+    long: bool,
 }
 
 impl<'de> Cut<'de> {
     fn new(fields: Vec<Field<'de>>) -> Cut<'de> {
-        Cut { fields: fields.into_iter(), value: None }
+        Cut { fields: fields.into_iter(), value: None, long: false }
     }
 }
 
@@ -114,18 +86,26 @@ impl<'de> MapAccess<'de> for Cut<'de> {
 
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> serde_json::Result<Option<K::Value>> {
         let Some((name, value)) = self.fields.next() else { return Ok(None) };
-        self.value = Some(value);
+        (self.value, self.long) = (Some(value), name == LONG);
         seed.deserialize(StrDeserializer::new(&name)).map(Some)
     }
 
     fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> serde_json::Result<V::Value> {
-        let value = self.value.take().map_or("null", RawValue::get);
-        seed.deserialize(&mut serde_json::Deserializer::from_str(value))
+        let value = self.value.take().unwrap_or("null");
+        if let Some(ids) = self.long.then(|| token_ids(value)).flatten() {
+            return seed.deserialize(SeqDeserializer::new(ids.into_iter()));
+        }
+        let mut json = serde_json::Deserializer::from_str(value);
+        let read = seed.deserialize(&mut json)?;
+        json.end()?;
+        Ok(read)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fmt;
+
     use super::*;
     use crate::openai::types::{ChatFields, CompletionFields};
 
@@ -137,13 +117,19 @@ mod tests {
         r#"{"t\u006fols":[],"messages":[],"\u006e":3,"stream_options":{"include_usage":true}}"#,
         r#"{"messages":[],"best_of":2,"max_tokns":1}"#,
     ];
-    const COMPLETIONS: [&str; 4] = [
+    const COMPLETIONS: [&str; 6] = [
+        r#"{"prompt": [ 4294967295 , 0,12 ] ,"max_tokens":5}"#,
+        r#"{"prompt":[],"max_tokens":5}"#,
         r#"{"prompt":"once","max_tokens":5,"logprobs":2}"#,
         r#"{"prompt":[1,2,3],"stop":"x","guided_regex":"a+","top_k":-1}"#,
         r#"{"prompt":[[1],[2]],"tools":[],"priority":-3,"suffix":"s"}"#,
         r#"{"n":1,"prompt":["a","b"],"guided_json":{"type":"object"},"min_p":0.25}"#,
     ];
-    const BAD: [&str; 12] = [
+    const BAD: [&str; 16] = [
+        r#"{"messages":[],"n":1 2}"#,
+        r#"{"messages":[],"n":1x}"#,
+        r#"{"messages":[]],"n":1}"#,
+        r#"{"messages":[],"new":[1}}"#,
         "",
         "[]",
         "{",
@@ -189,10 +175,8 @@ mod tests {
     fn fields_that_nobody_knows_are_not_kept() {
         // I5
         let body = format!(r#"{{"messages":[],{}"n":2,"best_of":3}}"#, r#""unknown":0,"#.repeat(100_000));
-        let mut json = serde_json::Deserializer::from_str(&body);
-        let split = Split::<ChatFields>(PhantomData);
-        let (_, rest) = serde::Deserializer::deserialize_map(&mut json, split).unwrap();
-        assert!(rest.len() <= MAX_KEPT + 2, "{}", rest.len());
+        let [_, _, _, rest] = split(body.as_bytes(), names::<ChatFields>()).unwrap();
+        assert_eq!(rest.len(), MAX_KEPT);
         let (_, common, other) = once::<ChatFields>(body.as_bytes()).unwrap();
         assert_eq!((common.n, other.check(&[]).unwrap_err().param.as_deref()), (Some(2), Some("best_of")));
     }
