@@ -17,7 +17,10 @@ use baton_tests::cluster::http::Metrics;
 use baton_tests::cluster::{HANG, status, wait, wait_all_free};
 use baton_tests::{binary, tiny, ucx};
 use baton_transfer::TransportChoice;
-use baton_worker::{PackTokens, Ready, WorkerConfig, WorkerError, load_on_devices, open_model};
+use baton_worker::{
+    JoinConfig, KvConfig, PackTokens, Ready, TiersConfig, TransferConfig, WorkerConfig, WorkerError, load_on_devices,
+    open_model,
+};
 use tokio::runtime::Runtime;
 
 /// What a child of this program is told to be: a role, what it computes on and by how many ranks, and where.
@@ -35,27 +38,33 @@ fn child() -> anyhow::Result<()> {
     };
     let config = WorkerConfig {
         model: model.to_owned(),
-        registry: registry.to_owned(),
-        transport: Parsed(match transport {
-            "tcp" => TransportChoice::Tcp,
-            "ucx" => TransportChoice::Ucx,
-            _ => TransportChoice::Auto,
-        }),
-        ucx_library: (transport == "ucx").then(|| ucx::library().map(Into::into)).flatten(),
+        join: JoinConfig { registry: registry.to_owned(), ..JoinConfig::default() },
+        transfers: TransferConfig {
+            transport: Parsed(match transport {
+                "tcp" => TransportChoice::Tcp,
+                "ucx" => TransportChoice::Ucx,
+                _ => TransportChoice::Auto,
+            }),
+            ucx_library: (transport == "ucx").then(|| ucx::library().map(Into::into)).flatten(),
+            ..TransferConfig::default()
+        },
         kv_memory: Some(Bytes::mib(2)),
         threads: Some(1),
-        tp: on.trim_start_matches(char::is_alphabetic).parse().unwrap_or(1),
+        kv: KvConfig { tp: on.trim_start_matches(char::is_alphabetic).parse().unwrap_or(1), ..KvConfig::default() },
         local_prefill: 0,
         pack_tokens: PackTokens::Tokens(64),
         step_timeout: (on == "still").then_some(STANDS_STILL),
-        kv_host: Bytes::mib(if on.starts_with("stored") { 8 } else { 0 }),
-        kv_disk: on.starts_with("stored").then(|| std::path::Path::new(model).join("kv")),
-        kv_disk_size: Bytes::mib(64),
+        tiers: TiersConfig {
+            kv_host: Bytes::mib(if on.starts_with("stored") { 8 } else { 0 }),
+            kv_disk: on.starts_with("stored").then(|| std::path::Path::new(model).join("kv")),
+            kv_disk_size: Bytes::mib(64),
+            ..TiersConfig::default()
+        },
         ..WorkerConfig::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let (gpu, still) = (!on.starts_with("cpu"), on == "still");
-    let devices = (0..config.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests());
+    let devices = (0..config.kv.tp).filter(|_| gpu).map_while(|_| HostDevice::for_tests());
     // As of a driver that names memory by no descriptors.
     let devices = devices.map(|device| if on == "legacy" { device.with_legacy_handles() } else { device }).collect();
     runtime.block_on(async {

@@ -12,7 +12,7 @@ use baton_kernels::{Ceilings, CpuOptions, Isa, Profiled};
 use baton_model_files::Model;
 use baton_runtime::{Bytes, Parsed};
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
-use baton_worker::{Loaded, Quantization, WorkerConfig, load_on, load_on_gpu, open_model};
+use baton_worker::{KvConfig, Loaded, Quantization, WorkerConfig, load_on, load_on_gpu, open_model};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
 use super::profile::{Profiler, print_ceilings};
@@ -189,8 +189,11 @@ pub fn run(matches: &ArgMatches) -> anyhow::Result<()> {
         threads: matches.get_one("threads").copied(),
         pin_threads: matches.get_flag("pin-threads"),
         kv_memory: (!gpu).then(|| Bytes::gib(2)),
-        kv_type: Parsed(if gpu { KvDtype::Bf16 } else { KvDtype::F16 }),
-        quantization,
+        kv: KvConfig {
+            kv_type: Parsed(if gpu { KvDtype::Bf16 } else { KvDtype::F16 }),
+            quantization,
+            ..KvConfig::default()
+        },
         chunk,
         token_budget: chunk.max(together(&metrics)),
         max_running: together(&metrics),

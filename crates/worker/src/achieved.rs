@@ -25,7 +25,7 @@ impl Costs {
         let tied = model.find(TensorName::Output).is_none();
         // Of the embedding a step reads a few rows, unless it is the output head, too.
         let tensors = model.tensors().into_iter().filter(|tensor| tied || tensor.name != TensorName::Embedding);
-        let bytes = |elements: u64| match config.quantization {
+        let bytes = |elements: u64| match config.kv.quantization {
             Quantization::Fp8 => elements,
             Quantization::None => elements * 2,
         };

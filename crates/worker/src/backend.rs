@@ -32,7 +32,7 @@ fn decide<D>(
     count: impl FnOnce() -> Result<u32, KernelError>,
     open: impl Fn(u32) -> Result<D, KernelError>,
 ) -> Result<Chosen<D>, WorkerError> {
-    let WorkerConfig { backend: kind, first_gpu: first, tp: ranks, .. } = *config;
+    let (kind, first, ranks) = (config.backend, config.first_gpu, config.kv.tp);
     if kind == BackendKind::Cpu {
         return Ok(Chosen::Cpu);
     }
@@ -69,6 +69,7 @@ impl Chosen<Driver> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::KvConfig;
 
     #[test]
     fn a_gpu_is_taken_where_there_is_one_and_demanded_only_by_name() {
@@ -79,7 +80,12 @@ mod tests {
             Err(error) => error.to_string(),
         };
         let decide = |backend, first_gpu, tp, count: Result<u32, KernelError>| {
-            let config = WorkerConfig { backend, first_gpu, tp, ..WorkerConfig::default() };
+            let config = WorkerConfig {
+                backend,
+                first_gpu,
+                kv: KvConfig { tp, ..KvConfig::default() },
+                ..WorkerConfig::default()
+            };
             said(decide(&config, || count, Ok))
         };
         let (auto, cuda) = (BackendKind::Auto, BackendKind::Cuda);

@@ -1,7 +1,7 @@
 //! Settings of a worker. Both roles have the same settings.
 
-use std::net::SocketAddr;
-use std::path::PathBuf;
+mod parts;
+
 use std::time::Duration;
 
 use baton_engine::{Eviction, Order};
@@ -10,7 +10,9 @@ use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig, TlsConfig};
 use baton_transfer::{Cpus, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
 use baton_types::KvDtype;
 
-use crate::{BackendKind, GpuPoolHandles, Quantization};
+pub use parts::{JoinConfig, KvConfig, TiersConfig, TransferConfig};
+
+use crate::{BackendKind, GpuPoolHandles};
 
 /// How many prompt tokens fill a step ([`baton_engine::EngineConfig::pack_tokens`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -46,58 +48,23 @@ baton_runtime::config! {
         use fetch: FetchConfig = FetchConfig::default();
         use process: ProcessConfig = ProcessConfig::default();
         use internal_tls: TlsConfig = TlsConfig::default();
+        use join: JoinConfig = JoinConfig::default();
+        use transfers: TransferConfig = TransferConfig::default();
+        use tiers: TiersConfig = TiersConfig::default();
+        use kv: KvConfig = KvConfig::default();
         /// The model: a path, a name, org/name on the hub, or random:NAME (random weights, no download). All workers and routers of a
         /// cluster need the same.
         model: String = "smollm2".to_owned(),
         /// Gives the model's files, if they come from a hub, to whoever asks at the admin endpoint for one by its digest: see --model-peers.
         share_models: bool = false,
-        /// Address of the gRPC server that the router calls; port 0 takes a free one.
-        grpc: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
-        /// Address where KV arrives over TCP; port 0 takes a free one. A prefill worker takes prefixes from others there, if they can reach it.
-        transfer: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0)),
-        /// Host name or address by which others reach this worker; needed when it listens on 0.0.0.0.
-        advertise: Option<String> = None,
-        /// Where workers register: http://HOST:PORT of a router's internal address, or etcd://HOST:PORT,…; with TLS https:// or etcds://
-        registry: String = "http://127.0.0.1:8002".to_owned(),
-        /// How long the cluster keeps this worker in its view without a sign of life from it, which comes three times as often. With etcd and
-        /// more than a few hundred workers take 30s.
-        registry_ttl: Duration = Duration::from_secs(5),
-        /// How KV travels to decode workers (prefill workers): auto, shm, tcp, ucx or cuda-ipc. auto uses ucx too if ucx_library or
-        /// ucx_options is set. A decode worker accepts all of them; with ucx it opens UCX at its start instead of for the first peer.
-        transport: Parsed<TransportChoice> = Parsed(TransportChoice::Auto),
-        /// Directory of UCX's libucp.so.0; default: where the system looks for libraries.
-        ucx_library: Option<PathBuf> = None,
-        /// Settings of UCX under its own names, separated by spaces, for example TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1. UCX takes settings
-        /// that are absent here from its own UCX_* variables and files.
-        ucx_options: Parsed<UcxOptions> = Parsed::default(),
-        /// TCP connections to each decode worker (prefill workers), at most 16. More than one helps if each connection has a limit, or if a
-        /// long path loses packets. Otherwise one is fastest.
-        tcp_connections: usize = 1,
-        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: any. CPUs close to the network card and to the
-        /// pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
-        transfer_cpus: Parsed<Cpus> = Parsed::default(),
-        /// A folder that all workers of this machine can write to, for unix sockets; default: none, and workers reach each other over shared
-        /// memory, or from GPU to GPU, only within a network namespace. Pods need one on a volume of their node.
-        transfer_sockets: Option<PathBuf> = None,
         /// Longest time a decode worker keeps blocks reserved for KV that has not arrived.
         kv_lease: Duration = Duration::from_secs(600),
-        /// While KV travels, each end sends a sign of life at least this often. All workers of a cluster need the same.
-        transfer_heartbeat: Duration = TransferLimits::default().heartbeat,
-        /// While KV travels, a worker that is silent for this long is given up. At least three heartbeats. With GPUs, more than four of
-        /// their longest steps: a GPU's copy can queue behind two steps, and after giving it up a worker waits only half of this time for
-        /// it.
-        transfer_silence: Duration = TransferLimits::default().silence,
         /// Longest time a prefill worker's step waits for a decode worker that accepts no more KV.
         transfer_room: Duration = TransferLimits::default().room,
-        /// Most workers with which this one hands KV over at once. A prefill worker closes idle sessions to keep a place free.
-        transfer_sessions: usize = TransferLimits::default().connections,
         /// A session with another worker is closed when it has handed nothing over for this long; the next handoff begins another.
         transfer_idle: Duration = TransferLimits::default().idle,
         /// Longest time to connect to a decode worker, over all transports tried; also the longest time for each handoff to be admitted.
         transfer_handshake: Duration = TransferLimits::default().handshake,
-        /// Element type of the KV pool: f32, f16, bf16, q8, fp8 or int4. All decode workers of a cluster need the same. A prefill worker
-        /// with another type converts what it sends, and tokens may then differ by route (docs/kv-types.md).
-        kv_type: Parsed<KvDtype> = Parsed(KvDtype::F16),
         /// Memory of the KV pool; default: 512MiB, or on a GPU what gpu_memory_fraction leaves.
         kv_memory: Option<Bytes> = None,
         /// Share of a GPU's memory for this worker's model and KV, above 0 and at most 1. Workers on the same GPU must divide it among
@@ -109,30 +76,6 @@ baton_runtime::config! {
         /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
         /// 0B: none.
         swap_bytes: Bytes = Bytes(0),
-        /// Host memory, outside the pool, for KV that the pool has no room for: prefixes that come again are copied back instead of computed.
-        /// 0B: none.
-        kv_host: Bytes = Bytes(0),
-        /// Directory of a local disk for KV that host memory has no room for. It outlives the worker, and is this worker's alone. Needs kv_host,
-        /// where blocks pass through.
-        kv_disk: Option<PathBuf> = None,
-        /// Most space that KV takes in kv_disk.
-        kv_disk_size: Bytes = Bytes::gib(10),
-        /// Object store for KV that host memory has no room for: s3://BUCKET/PREFIX, reached by AWS's variables (AWS_ENDPOINT_URL, AWS_REGION,
-        /// AWS_ACCESS_KEY_ID, …), or file:///DIRECTORY of a file system that hosts share. It outlives the worker. Needs kv_host, where blocks pass
-        /// through.
-        kv_object: Option<String> = None,
-        /// Most space that KV takes in kv_object.
-        kv_object_size: Bytes = Bytes::gib(100),
-        /// File with a secret of the cluster, 16 bytes or more, the same for all its processes: the names by which they speak of KV follow from
-        /// it, so that who sees names cannot tell whose prompts they are. With another one, KV of before is not found. Default: no secret.
-        kv_secret_file: Option<PathBuf> = None,
-        /// Tokens of a KV block, a multiple of 16. All workers of a cluster need the same.
-        block_size: u32 = 16,
-        /// Layers of full attention see only the first tokens and this many of the last, so that a stream can run past the model's context;
-        /// default: they see all. All workers of a cluster need the same.
-        attention_window: Option<u32> = None,
-        /// With an attention window: how many first tokens stay visible, rounded up to whole blocks; 0: none.
-        attention_sinks: u32 = 4,
         /// Longest sequence in tokens, prompt and answer together; default: the model's context, or less if the pool cannot hold it. With
         /// an attention window it may exceed the model's context.
         context: Option<u32> = None,
@@ -185,14 +128,8 @@ baton_runtime::config! {
         /// Longest time for one step; default: 60s on a GPU, 10m on the CPU. If a step takes longer, the worker fails its requests so that
         /// they resume elsewhere, leaves the cluster and ends with an error, so that it is started again.
         step_timeout: Option<Duration> = None,
-        /// Type of layer weights: none (as they are, on a GPU bf16), or on a GPU fp8 (E4M3 with one scale per output, inputs quantised to
-        /// E4M3 too; about half the memory). All workers of a cluster need the same.
-        quantization: Quantization = Quantization::None,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
-        /// Tensor-parallel ranks: the number of parts into which the model is split, a divisor of its KV heads. On the CPU, ranks share the
-        /// compute threads. On GPUs, each rank has a GPU.
-        tp: u32 = 1,
         /// Pin each compute thread to a CPU of its own. Only for workers that have their CPUs to themselves.
         pin_threads: bool = false,
         /// On the CPU: measure at the start, for about a second, what the processor can do at most, for metrics (baton_ceiling). Other work on the
@@ -204,16 +141,16 @@ baton_runtime::config! {
 impl WorkerConfig {
     /// Whether KV is kept below the pool.
     pub(crate) fn keeps_kv(&self) -> bool {
-        self.kv_host.0 > 0 || self.kv_disk.is_some() || self.kv_object.is_some()
+        self.tiers.kv_host.0 > 0 || self.tiers.kv_disk.is_some() || self.tiers.kv_object.is_some()
     }
 
     /// The transfer settings as the transfer engine takes them.
     pub fn transfer_limits(&self) -> TransferLimits {
         TransferLimits {
-            heartbeat: self.transfer_heartbeat,
-            silence: self.transfer_silence,
+            heartbeat: self.transfers.transfer_heartbeat,
+            silence: self.transfers.transfer_silence,
             room: self.transfer_room,
-            connections: self.transfer_sessions,
+            connections: self.transfers.transfer_sessions,
             idle: self.transfer_idle,
             handshake: self.transfer_handshake,
             ..TransferLimits::default()
@@ -222,7 +159,7 @@ impl WorkerConfig {
 
     /// The UCX settings as the transfer engine takes them.
     pub fn ucx(&self) -> UcxSettings {
-        UcxSettings { directory: self.ucx_library.clone(), options: self.ucx_options.0.clone() }
+        UcxSettings { directory: self.transfers.ucx_library.clone(), options: self.transfers.ucx_options.0.clone() }
     }
 }
 

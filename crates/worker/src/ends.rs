@@ -37,7 +37,7 @@ impl KvEnds {
 
     /// Opens what the transport needs now, for a worker whose peers would wait for it: see [`Receiver::prepare_ucx`].
     pub fn prepare(&self, node: &Node) -> Result<(), WorkerError> {
-        match node.config.transport.0 {
+        match node.config.transfers.transport.0 {
             TransportChoice::Ucx => Ok(self.receiver.prepare_ucx()?),
             _ => Ok(()),
         }
@@ -62,14 +62,14 @@ impl KvEnds {
 fn receiving(node: &Node) -> ReceiverOptions {
     ReceiverOptions {
         worker: node.id,
-        tcp: node.config.transfer,
-        advertise: node.config.advertise.clone(),
+        tcp: node.config.transfers.transfer,
+        advertise: node.config.join.advertise.clone(),
         geometry: node.geometry.clone(),
         pool: node.pool.clone(),
         ucx: node.config.ucx(),
         tls: node.transfer_tls(),
-        sockets: node.config.transfer_sockets.clone(),
-        cpus: node.config.transfer_cpus.0.clone(),
+        sockets: node.config.transfers.transfer_sockets.clone(),
+        cpus: node.config.transfers.transfer_cpus.0.clone(),
         limits: node.config.transfer_limits(),
         verify: true,
     }
@@ -80,12 +80,12 @@ fn sending(node: &Node) -> SenderOptions {
         worker: node.id,
         geometry: node.geometry.clone(),
         pool: node.pool.clone(),
-        transport: node.config.transport.0,
+        transport: node.config.transfers.transport.0,
         ucx: node.config.ucx(),
         tls: node.transfer_tls(),
-        tcp_connections: node.config.tcp_connections,
-        sockets: node.config.transfer_sockets.clone(),
-        cpus: node.config.transfer_cpus.0.clone(),
+        tcp_connections: node.config.transfers.tcp_connections,
+        sockets: node.config.transfers.transfer_sockets.clone(),
+        cpus: node.config.transfers.transfer_cpus.0.clone(),
         limits: node.config.transfer_limits(),
         convert: Some(kv_converter()),
         verify: true,

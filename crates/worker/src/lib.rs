@@ -60,7 +60,7 @@ mod watchdog;
 mod wire;
 
 pub use choices::{BackendKind, GpuPoolHandles, Quantization};
-pub use config::{PackTokens, WorkerConfig};
+pub use config::{JoinConfig, KvConfig, PackTokens, TiersConfig, TransferConfig, WorkerConfig};
 pub use convert::kv_converter;
 pub use door::{Door, incoming};
 pub use ends::KvEnds;

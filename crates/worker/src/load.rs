@@ -98,7 +98,7 @@ pub fn load_on_devices<D: ExchangingDevice>(
     model: &Model,
     devices: &[Arc<D>],
 ) -> Result<Ready, WorkerError> {
-    check(devices.len() == config.tp as usize, "tp", config.tp, format!("{}, a rank a device", devices.len()))?;
+    check(devices.len() == config.kv.tp as usize, "tp", config.kv.tp, format!("{}, a rank a device", devices.len()))?;
     ranks::check_heads(config, model)?;
     let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
     let Plan { geometry, limits, mut engine } = plan(config, model, Place::Gpu(memory))?;

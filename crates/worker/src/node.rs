@@ -117,7 +117,7 @@ impl Node {
     /// Whether it exchanges prefixes with others: it keeps some, and others get to where KV comes in as they get to its gRPC server.
     fn exchanges(&self, limits: EngineConfig) -> bool {
         let local = |address: std::net::SocketAddr| address.ip().is_loopback();
-        limits.cache.max_blocks > 0 && (local(self.config.grpc) || !local(self.config.transfer))
+        limits.cache.max_blocks > 0 && (local(self.config.join.grpc) || !local(self.config.transfers.transfer))
     }
 
     /// Checks a prefix that the router wants moved, in at most `left`.
@@ -144,14 +144,15 @@ impl Node {
     ) -> Result<(), WorkerError> {
         check_settings(&config)?;
         let tls = Tls::open(&config.internal_tls)?;
-        let secret = config.kv_secret_file.as_deref().map(|path| secret_in("kv_secret_file", path)).transpose()?;
+        let secret =
+            config.tiers.kv_secret_file.as_deref().map(|path| secret_in("kv_secret_file", path)).transpose()?;
         let secret = secret.map(|secret| NameSecret::of(&secret)).unwrap_or_default();
         let (told, signals) = watch::channel(None);
         let open = signals::routes(signals).merge(sharing::routes(&config)?);
         let routes = AdminRoutes { open, ..AdminRoutes::default() };
         let process = Process::start(N::ROLE.as_str(), &config.process, routes).await?;
         process.shutdown.outlive_hangups()?;
-        let listener = baton_runtime::listen(config.grpc, "--grpc").await?;
+        let listener = baton_runtime::listen(config.join.grpc, "--grpc").await?;
         let addr = listener.local_addr()?;
         let (settings, loading) = (config.clone(), std::time::Instant::now());
         let loaded = tokio::task::spawn_blocking(move || load(&settings));
@@ -232,7 +233,7 @@ impl Node {
         limits: EngineConfig,
         numerics: u64,
     ) -> Member {
-        let reach = |addr: std::net::SocketAddr| match &self.config.advertise {
+        let reach = |addr: std::net::SocketAddr| match &self.config.join.advertise {
             Some(host) => format!("{host}:{}", addr.port()),
             None => addr.to_string(),
         };
@@ -292,14 +293,14 @@ impl Node {
             .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
         let server = tokio::spawn(server);
         let id = member.id;
-        let registry = baton_cluster::connect(&config.registry, tls.as_ref()).await?;
+        let registry = baton_cluster::connect(&config.join.registry, tls.as_ref()).await?;
         let lease = tokio::select! {
-            lease = registry.register(member, config.registry_ttl) => lease?,
+            lease = registry.register(member, config.join.registry_ttl) => lease?,
             _ = process.shutdown.draining() => return Ok(()),
         };
         health.set_service_status(served, tonic_health::ServingStatus::Serving).await;
         process.readiness.ready();
-        tracing::info!(%addr, worker = %id, registry = config.registry, "serving");
+        tracing::info!(%addr, worker = %id, registry = config.join.registry, "serving");
         let left = Serving::new(handle, process.shutdown.clone(), health, served, lease).until_left().await;
         service.end();
         stop.cancel();

@@ -24,8 +24,8 @@ const MAX_STREAM: u32 = 1 << 22;
 
 /// The layout of the pool.
 pub(crate) fn layout(config: &WorkerConfig, model: &Model) -> Result<KvLayout, WorkerError> {
-    let fingerprint = config.quantization.of_model(model.fingerprint());
-    let layout = kv_layout(model.config(), fingerprint, config.kv_type.0, config.block_size);
+    let fingerprint = config.kv.quantization.of_model(model.fingerprint());
+    let layout = kv_layout(model.config(), fingerprint, config.kv.kv_type.0, config.kv.block_size);
     windowed(config, layout, model.config().context_length)
 }
 
@@ -63,16 +63,18 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
             context,
             table_entries: 0,
         };
-        let fp8 = config.quantization == Quantization::Fp8;
-        let footprint = Footprint::of_rank(model, config.tp, layout, limits, fp8)?;
+        let fp8 = config.kv.quantization == Quantization::Fp8;
+        let footprint = Footprint::of_rank(model, config.kv.tp, layout, limits, fp8)?;
         Ok(Budget { gpu, fraction: config.gpu_memory_fraction, footprint })
     };
     // Each rank's GPU holds only its heads, so only its share of these bytes.
-    let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.tp));
+    let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.kv.tp));
     let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
         Place::Host => most_blocks(kv_memory.0, per_block),
-        Place::Gpu(gpu) => budget(gpu)?.blocks(&layout.clone().of_ranks(config.tp), config.kv_memory.map(of_rank))?,
+        Place::Gpu(gpu) => {
+            budget(gpu)?.blocks(&layout.clone().of_ranks(config.kv.tp), config.kv_memory.map(of_rank))?
+        }
     };
     let least = format!("at least {per_block} bytes, one block of this model");
     check(blocks >= 1, "kv_memory", kv_memory, least)?;
@@ -84,8 +86,8 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
     let layout = layout(config, model)?;
     let blocks = pool_blocks(config, model, &layout, place)?;
     let chunk = config.chunk.min(config.token_budget);
-    let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.block_size) <= blocks);
-    let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.block_size) };
+    let bounded = layout.most_tokens(chunk).is_some_and(|most| most.div_ceil(config.kv.block_size) <= blocks);
+    let held = if bounded { u32::MAX } else { blocks.saturating_mul(config.kv.block_size) };
     let wanted = stream(config, most, held)?;
     if let Place::Gpu(_) = place {
         let must = format!(
@@ -98,7 +100,7 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         samples: samples(config, place),
         context: wanted as usize,
         // Sequences can share all their blocks, so one block can be in many tables.
-        table_entries: config.max_running as usize * wanted.div_ceil(config.block_size).min(blocks) as usize,
+        table_entries: config.max_running as usize * wanted.div_ceil(config.kv.block_size).min(blocks) as usize,
     };
     let engine = EngineConfig {
         token_budget: config.token_budget,
@@ -123,10 +125,10 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
 /// The layout with the configured attention sinks and window, for a model with a context of `most` tokens. Sinks and window together
 /// are at most `most` tokens, so that no query is farther from a key than the model was made for.
 fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayout, WorkerError> {
-    let Some(window) = config.attention_window else { return Ok(layout) };
-    let sinks = config.attention_sinks.checked_next_multiple_of(config.block_size).filter(|sinks| *sinks < most);
-    let must = format!("fewer than the model's {most} tokens, in whole blocks of {}", config.block_size);
-    check(sinks.is_some(), "attention_sinks", config.attention_sinks, must)?;
+    let Some(window) = config.kv.attention_window else { return Ok(layout) };
+    let sinks = config.kv.attention_sinks.checked_next_multiple_of(config.kv.block_size).filter(|sinks| *sinks < most);
+    let must = format!("fewer than the model's {most} tokens, in whole blocks of {}", config.kv.block_size);
+    check(sinks.is_some(), "attention_sinks", config.kv.attention_sinks, must)?;
     let sinks = sinks.unwrap_or(0);
     let room = most - sinks;
     let must = format!("between 1 and {room}, so that with {sinks} sinks it is within the model's {most} tokens");
@@ -137,7 +139,7 @@ fn windowed(config: &WorkerConfig, layout: KvLayout, most: u32) -> Result<KvLayo
 /// The longest sequence in tokens. `most` is the model's context; `held` is how many tokens of one sequence the pool can hold.
 fn stream(config: &WorkerConfig, most: u32, held: u32) -> Result<u32, WorkerError> {
     let wanted = config.context.unwrap_or(most.min(held));
-    let (longest, must) = match config.attention_window {
+    let (longest, must) = match config.kv.attention_window {
         Some(_) => (MAX_STREAM, format!("between 2 and {MAX_STREAM} tokens")),
         None => (most, format!("between 2 and the model's {most} tokens; streams run past them with attention_window")),
     };
@@ -163,8 +165,8 @@ mod tests {
     use baton_types::{KvDtype, KvGroup, PROTOCOL_VERSION};
 
     use super::*;
-    use crate::BackendKind;
     use crate::settings::check_settings;
+    use crate::{BackendKind, KvConfig};
 
     #[test]
     fn a_share_of_the_cache_can_be_kept_where_eviction_knows_of_it() {
@@ -202,7 +204,11 @@ mod tests {
         assert_eq!((context, samples), (2048, 64), "all sequences' logits together");
         assert_eq!(plan(Some(Bytes(100 * block)), None, place).unwrap().0, 100);
         let ranks = |tp, kv| {
-            let config = WorkerConfig { tp, kv_memory: Some(Bytes(kv)), ..WorkerConfig::default() };
+            let config = WorkerConfig {
+                kv: KvConfig { tp, ..KvConfig::default() },
+                kv_memory: Some(Bytes(kv)),
+                ..WorkerConfig::default()
+            };
             super::plan(&config, &model, place).map(|plan| plan.geometry)
         };
         let two = ranks(2, 100 * block).unwrap();
@@ -229,8 +235,11 @@ mod tests {
             let model = RandomModel::parse(&format!("random:{name}")).unwrap().unwrap().open().unwrap();
             let ranks = if model.config().heads.is_multiple_of(2) { 2 } else { 3 };
             for (kv_type, tp) in KvDtype::ALL.into_iter().flat_map(|kv_type| [(kv_type, 1), (kv_type, ranks)]) {
-                let config =
-                    WorkerConfig { kv_type: Parsed(kv_type), tp, context: Some(1024), ..WorkerConfig::default() };
+                let config = WorkerConfig {
+                    kv: KvConfig { kv_type: Parsed(kv_type), tp, ..KvConfig::default() },
+                    context: Some(1024),
+                    ..WorkerConfig::default()
+                };
                 let options = EstimateOptions { kv_type, ranks: tp, context: Some(1024), ..EstimateOptions::default() };
                 let said = estimate(model.config(), &options).unwrap();
                 let planned = plan(&config, &model, Place::Host).unwrap().geometry;
@@ -244,7 +253,11 @@ mod tests {
                 for (quantization, weights) in
                     [(Quantization::None, WeightKind::Bf16), (Quantization::Fp8, WeightKind::Fp8)]
                 {
-                    let config = WorkerConfig { quantization, backend: BackendKind::Cuda, ..config.clone() };
+                    let config = WorkerConfig {
+                        kv: KvConfig { quantization, ..config.kv.clone() },
+                        backend: BackendKind::Cuda,
+                        ..config.clone()
+                    };
                     let device = Device::Gpu { memory: gpu.total, fraction: 0.9 };
                     let options = EstimateOptions { device, weights, ..options.clone() };
                     let planned = plan(&config, &model, Place::Gpu(gpu)).unwrap().geometry;
@@ -269,7 +282,11 @@ mod tests {
     #[test]
     fn weights_of_8_bits_are_for_gpus_and_leave_more_memory_for_kv() {
         let model = RandomModel::parse("random:tiny").unwrap().unwrap().open().unwrap();
-        let config = |backend, quantization| WorkerConfig { backend, quantization, ..WorkerConfig::default() };
+        let config = |backend, quantization| WorkerConfig {
+            backend,
+            kv: KvConfig { quantization, ..KvConfig::default() },
+            ..WorkerConfig::default()
+        };
         let error = check_settings(&config(BackendKind::Cpu, Quantization::Fp8)).unwrap_err().to_string();
         assert!(error.starts_with("quantization is fp8; it must be none where the CPU computes"), "{error}");
         assert!(check_settings(&config(BackendKind::Auto, Quantization::Fp8)).is_ok(), "there may be a GPU");
@@ -286,7 +303,11 @@ mod tests {
         let layout =
             KvLayout { version: PROTOCOL_VERSION, model: 0, dtype: KvDtype::F16, block_size: 16, groups: vec![group] };
         let set = |attention_sinks, attention_window, context| {
-            let config = WorkerConfig { attention_sinks, attention_window, context, ..WorkerConfig::default() };
+            let config = WorkerConfig {
+                kv: KvConfig { attention_sinks, attention_window, ..KvConfig::default() },
+                context,
+                ..WorkerConfig::default()
+            };
             let set = windowed(&config, layout.clone(), 128).and_then(|layout| {
                 let [group] = &layout.groups[..] else { panic!("one group") };
                 Ok((group.sinks, group.window, stream(&config, 128, u32::MAX)?))

@@ -22,17 +22,17 @@ use crate::pool::{on_device, on_host};
 pub(crate) fn check_heads(config: &WorkerConfig, model: &Model) -> Result<(), WorkerError> {
     let kv_heads = model.config().kv_heads;
     let must = format!("a divisor of the model's {kv_heads} KV heads");
-    check(kv_heads.is_multiple_of(config.tp), "tp", config.tp, must)
+    check(kv_heads.is_multiple_of(config.kv.tp), "tp", config.kv.tp, must)
 }
 
 /// Backends for ranks that share the CPU's threads, and their pool.
 pub(crate) fn on_cpu(config: &WorkerConfig, geometry: &PoolGeometry) -> Result<(Vec<CpuBackend>, Pool), WorkerError> {
     let (pool, memory) = on_host(geometry)?;
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
-    let threads = (threads / config.tp as usize).max(1);
+    let threads = (threads / config.kv.tp as usize).max(1);
     let options = CpuOptions { threads, pinned: config.pin_threads, ..CpuOptions::default() };
-    let backend = |rank| CpuBackend::new(options, Arc::new(memory.of_rank(config.tp, rank)?));
-    let backends = (0..config.tp).map(backend).collect::<Result<_, _>>().map_err(ModelError::from)?;
+    let backend = |rank| CpuBackend::new(options, Arc::new(memory.of_rank(config.kv.tp, rank)?));
+    let backends = (0..config.kv.tp).map(backend).collect::<Result<_, _>>().map_err(ModelError::from)?;
     Ok((backends, pool))
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn on_devices<D: SharingDevice>(
     geometry: &PoolGeometry,
     devices: &[Arc<D>],
 ) -> Result<(Vec<CudaBackend<D>>, Pool), WorkerError> {
-    let own = geometry.of_ranks(config.tp);
+    let own = geometry.of_ranks(config.kv.tp);
     let ranks = devices.iter().map(|device| on_device(device, &own, cuda_options(config)));
     let ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(ModelError::from)?;
     let (backends, memories): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
@@ -57,5 +57,5 @@ pub(crate) fn on_devices<D: SharingDevice>(
 /// The options of the CUDA backend.
 fn cuda_options(config: &WorkerConfig) -> CudaOptions {
     let WorkerConfig { invariant, cuda_graphs: graphs, hopper_attention: hopper, .. } = *config;
-    CudaOptions { invariant, graphs, hopper, fp8: config.quantization == Quantization::Fp8 }
+    CudaOptions { invariant, graphs, hopper, fp8: config.kv.quantization == Quantization::Fp8 }
 }

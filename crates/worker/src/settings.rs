@@ -21,7 +21,7 @@ const LEAST_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Checks `transfer_cpus`: the process must be allowed to use them (a pod or a service may have fewer CPUs than its host), and no pinned
 /// compute thread may run on one of them.
 fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
-    let cpus = &config.transfer_cpus.0;
+    let cpus = &config.transfers.transfer_cpus.0;
     let Ok(allowed) = Cpus::allowed() else { return Ok(()) };
     check(cpus.are_among(&allowed), "transfer_cpus", cpus, format!("among the CPUs this process may use, {allowed}"))?;
     let taken = if config.pin_threads { allowed.first(config.threads.unwrap_or(usize::MAX)) } else { Cpus::default() };
@@ -33,8 +33,8 @@ fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
 /// lost peer.
 fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
     let bounds = [
-        ("transfer_heartbeat", config.transfer_heartbeat, LEAST_HEARTBEAT),
-        ("transfer_silence", config.transfer_silence, config.transfer_heartbeat.saturating_mul(3)),
+        ("transfer_heartbeat", config.transfers.transfer_heartbeat, LEAST_HEARTBEAT),
+        ("transfer_silence", config.transfers.transfer_silence, config.transfers.transfer_heartbeat.saturating_mul(3)),
         ("transfer_room", config.transfer_room, LEAST_HEARTBEAT),
         ("transfer_handshake", config.transfer_handshake, LEAST_HEARTBEAT),
         ("transfer_idle", config.transfer_idle, LEAST_HEARTBEAT),
@@ -48,7 +48,12 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
         };
         check(value >= least, field, format_duration(value), must)?;
     }
-    check(config.transfer_sessions >= 1, "transfer_sessions", config.transfer_sessions, "at least 1")?;
+    check(
+        config.transfers.transfer_sessions >= 1,
+        "transfer_sessions",
+        config.transfers.transfer_sessions,
+        "at least 1",
+    )?;
     Ok(())
 }
 
@@ -56,9 +61,9 @@ fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
 pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let positive = |field, value: u32| check(value >= 1, field, value, "at least 1");
     check(
-        config.block_size >= 16 && config.block_size.is_multiple_of(16),
+        config.kv.block_size >= 16 && config.kv.block_size.is_multiple_of(16),
         "block_size",
-        config.block_size,
+        config.kv.block_size,
         "a multiple of 16",
     )?;
     positive("chunk", config.chunk)?;
@@ -70,25 +75,27 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
     let percent = config.max_kept_percent;
     check(percent <= 100, "max_kept_percent", percent, "at most 100")?;
     check(config.threads != Some(0), "threads", 0, "at least 1")?;
-    check(config.tp >= 1, "tp", config.tp, "at least 1")?;
-    let unshared = config.tp <= 1 || !config.pin_threads;
+    check(config.kv.tp >= 1, "tp", config.kv.tp, "at least 1")?;
+    let unshared = config.kv.tp <= 1 || !config.pin_threads;
     check(unshared, "pin_threads", true, "false with tp above 1: ranks would share pinned CPUs")?;
     if config.backend == BackendKind::Cpu {
         check_on_cpu(config)?;
     }
     let timeout = config.step_timeout.unwrap_or(LEAST_STEP_TIMEOUT);
     check(timeout >= LEAST_STEP_TIMEOUT, "step_timeout", format_duration(timeout), "at least 1s")?;
-    let ttl = config.registry_ttl;
+    let ttl = config.join.registry_ttl;
     check(ttl >= MIN_TTL, "registry_ttl", format_duration(ttl), "at least 1s")?;
     check_limits(config)?;
-    let (connections, must) = (config.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
+    let (connections, must) = (config.transfers.tcp_connections, format!("1 to {MAX_TCP_CONNECTIONS}"));
     check((1..=MAX_TCP_CONNECTIONS).contains(&connections), "tcp_connections", connections, must)?;
     let insecure = |field, address| config.internal_tls.check_listener(field, address);
-    insecure("grpc", config.grpc)?;
-    insecure("transfer", config.transfer)?;
+    insecure("grpc", config.join.grpc)?;
+    insecure("transfer", config.transfers.transfer)?;
     check_cpus(config)?;
-    for (field, address) in [("grpc", config.grpc), ("transfer", config.transfer), ("admin", config.process.admin)] {
-        let reachable = !address.ip().is_unspecified() || config.advertise.is_some();
+    for (field, address) in
+        [("grpc", config.join.grpc), ("transfer", config.transfers.transfer), ("admin", config.process.admin)]
+    {
+        let reachable = !address.ip().is_unspecified() || config.join.advertise.is_some();
         let must = "an address others can connect to; or say with --advertise by which one they reach this worker";
         check(reachable, field, address, must)?;
     }
@@ -98,7 +105,7 @@ pub fn check_settings(config: &WorkerConfig) -> Result<(), WorkerError> {
 /// Refuses settings that the CPU backend does not support.
 pub(crate) fn check_on_cpu(config: &WorkerConfig) -> Result<(), WorkerError> {
     let must = "none where the CPU computes, which takes a model's weights as they are; fp8 needs a GPU (backend cuda)";
-    check(config.quantization == Quantization::None, "quantization", config.quantization, must)
+    check(config.kv.quantization == Quantization::None, "quantization", config.kv.quantization, must)
 }
 
 #[cfg(test)]
@@ -106,11 +113,16 @@ mod tests {
     use baton_runtime::Parsed;
 
     use super::*;
+    use crate::{KvConfig, TransferConfig};
+
+    fn with(transfers: TransferConfig) -> WorkerConfig {
+        WorkerConfig { transfers, ..WorkerConfig::default() }
+    }
 
     #[test]
     fn there_are_no_more_connections_than_a_session_takes() {
         let refused = |tcp_connections| {
-            let config = WorkerConfig { tcp_connections, ..WorkerConfig::default() };
+            let config = with(TransferConfig { tcp_connections, ..TransferConfig::default() });
             check_settings(&config).map_err(|error| error.to_string())
         };
         assert_eq!([1, 16].map(refused), [Ok(()), Ok(())]);
@@ -122,15 +134,17 @@ mod tests {
     #[test]
     fn transfer_threads_run_on_cpus_that_there_are() {
         let refused = |cpus: &str| {
-            let config = WorkerConfig { transfer_cpus: Parsed(cpus.parse().unwrap()), ..WorkerConfig::default() };
+            let config =
+                with(TransferConfig { transfer_cpus: Parsed(cpus.parse().unwrap()), ..TransferConfig::default() });
             check_settings(&config).map_err(|error| error.to_string())
         };
         let allowed = Cpus::allowed().unwrap().to_string();
         assert_eq!(["", &allowed].map(refused), [Ok(()), Ok(())]);
         let refused_pinned = |threads: usize| {
             let transfer_cpus = Parsed(Cpus::allowed().unwrap().first(1));
-            let config = WorkerConfig { transfer_cpus, pin_threads: true, ..WorkerConfig::default() };
-            check_settings(&WorkerConfig { threads: Some(threads), ..config }).map_err(|error| error.to_string())
+            let config = with(TransferConfig { transfer_cpus, ..TransferConfig::default() });
+            check_settings(&WorkerConfig { threads: Some(threads), pin_threads: true, ..config })
+                .map_err(|error| error.to_string())
         };
         let error = refused_pinned(1).unwrap_err();
         assert!(error.contains("where pin_threads keeps the compute threads; lower threads"), "{error}");
@@ -142,13 +156,12 @@ mod tests {
     fn bounds_of_transfers_are_long_enough_to_mean_something() {
         let ms = Duration::from_millis;
         let refused = |heartbeat, silence, room, handshake| {
-            let config = WorkerConfig {
+            let times = TransferConfig {
                 transfer_heartbeat: ms(heartbeat),
                 transfer_silence: ms(silence),
-                transfer_room: ms(room),
-                transfer_handshake: ms(handshake),
-                ..WorkerConfig::default()
+                ..TransferConfig::default()
             };
+            let config = WorkerConfig { transfer_room: ms(room), transfer_handshake: ms(handshake), ..with(times) };
             check_settings(&config).map(|()| config.transfer_limits().silence).map_err(|error| error.to_string())
         };
         assert_eq!(refused(100, 300, 10, 10), Ok(ms(300)));
@@ -170,7 +183,12 @@ mod tests {
     #[test]
     fn ranks_share_the_cpus_or_have_a_gpu_each() {
         let config = |tp, backend, pin_threads| {
-            let config = WorkerConfig { tp, backend, pin_threads, ..WorkerConfig::default() };
+            let config = WorkerConfig {
+                kv: KvConfig { tp, ..KvConfig::default() },
+                backend,
+                pin_threads,
+                ..WorkerConfig::default()
+            };
             check_settings(&config).map_err(|error| error.to_string())
         };
         assert_eq!(config(4, BackendKind::Cpu, false), Ok(()));

@@ -26,7 +26,7 @@ use pace::Paces;
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
-use crate::{Clock, Commands, Node, WorkerConfig, engine_thread, stored};
+use crate::{Clock, Commands, Node, TiersConfig, WorkerConfig, engine_thread, stored};
 
 /// Fewest tokens that are loaded: less is computed about as soon.
 const LEAST: u32 = 64;
@@ -69,7 +69,7 @@ struct Load {
 
 /// Checks the settings and opens the store; `None`: there is none.
 pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, WorkerError> {
-    let WorkerConfig { kv_host, kv_disk, kv_disk_size, kv_object, kv_object_size, .. } = &node.config;
+    let TiersConfig { kv_host, kv_disk, kv_disk_size, kv_object, kv_object_size, .. } = &node.config.tiers;
     if !node.config.keeps_kv() {
         return Ok(None);
     }
@@ -89,7 +89,7 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
     let about = About {
         model: node.config.model.to_string(),
         backend: backend.to_owned(),
-        tp: node.config.tp,
+        tp: node.config.kv.tp,
         layout: node.geometry.layout.clone(),
     };
     let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
@@ -156,7 +156,7 @@ fn identity(node: &Node, backend: &str) -> Identity {
 /// Whatever changes a bit of KV beside its layout, which has the model and its weights. All CPUs compute the same bits; GPUs of the same name do.
 pub(crate) fn numerics(config: &WorkerConfig, backend: &str) -> u64 {
     let kind = if backend.contains("cuda") { backend } else { "cpu" };
-    BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.tp, config.quantization), 0).name().short()
+    BlockName::root(&format!("{NUMERICS} {kind} {} {:?}", config.kv.tp, config.kv.quantization), 0).name().short()
 }
 
 impl TiersShell {
@@ -168,7 +168,7 @@ impl TiersShell {
         news: &Arc<WorkerNews>,
     ) -> Result<TiersShell, WorkerError> {
         stored::follow(&store, news)?;
-        let ahead = (node.config.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
+        let ahead = (node.config.tiers.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
         // Each thread has a queue to the device of its own.
