@@ -52,7 +52,7 @@ impl<'a> Cutter<'a> {
 
 /// Without the white space at its beginning.
 fn trimmed(text: &str) -> &str {
-    text.trim_start_matches([' ', '\t', '\r', '\n'])
+    &text[after_space(text.as_bytes(), 0)..]
 }
 
 /// Bytes of the string at the beginning, quotes included.
@@ -102,23 +102,35 @@ fn read_name(string: &str) -> Option<Cow<'_, str>> {
 /// Reads a list of token ids, of which a body may have a hundred thousand, several times as fast as `serde_json`. `None`: the text is
 /// something else, or no JSON.
 pub(super) fn token_ids(json: &str) -> Option<Vec<u32>> {
-    let mut rest = trimmed(json.strip_prefix('[')?.strip_suffix(']')?);
-    let mut ids = Vec::with_capacity(rest.len() / 2 + 1);
+    let list = json.strip_prefix('[')?.strip_suffix(']')?.as_bytes();
+    let (mut ids, mut at) = (Vec::with_capacity(list.len() / 2 + 1), 0);
     loop {
-        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        at = after_space(list, at);
+        let (begin, mut id) = (at, 0_u64);
+        while let Some(digit) = list.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10) {
+            id = id.wrapping_mul(10).wrapping_add(digit.into());
+            at += 1;
+        }
         // Ten digits fit in 64 bits. JSON has no zeros before a number.
-        if digits == 0 || digits > 10 || (digits > 1 && rest.starts_with('0')) {
+        if !(1..=10).contains(&(at - begin)) || (list[begin] == b'0' && at - begin > 1) {
             return None;
         }
-        let (number, after) = rest.split_at(digits);
-        let id = number.bytes().fold(0_u64, |id, digit| id * 10 + u64::from(digit - b'0'));
         ids.push(u32::try_from(id).ok()?);
-        let after = trimmed(after);
-        if after.is_empty() {
-            return Some(ids);
+        at = after_space(list, at);
+        match list.get(at) {
+            Some(b',') => at += 1,
+            Some(_) => return None,
+            None => return Some(ids),
         }
-        rest = trimmed(after.strip_prefix(',')?);
     }
+}
+
+/// Where the white space that begins at `at` ends.
+fn after_space(bytes: &[u8], mut at: usize) -> usize {
+    while let Some(b' ' | b'\t' | b'\r' | b'\n') = bytes.get(at) {
+        at += 1;
+    }
+    at
 }
 
 #[cfg(test)]
