@@ -137,7 +137,7 @@ def formulas(kernel):
     for pattern, moved, computed in KERNELS:
         if re.fullmatch("baton_" + pattern, kernel):
             return moved, computed
-    raise KeyError(kernel)
+    raise KeyError(f"{kernel}: KERNELS in kernels/cuda/model.py has no bytes and FLOP of it")
 
 
 def value(expression, sizes):
