@@ -9,7 +9,7 @@
 #
 # Parts, those first without which the others mean little: conformance (of every operation, with the kernels that all GPUs have), hopper
 # (the same with a Hopper GPU's own; where that fails the others do without them), kernels (bandwidth and the rate of a large product,
-# then the model's products, and attention by every kernel it has), transports (conformance of every transport between pools of the GPU,
+# then the model's products, attention by every kernel it has, sampling), transports (conformance of every transport between GPU pools,
 # with peers that are stopped and killed; of UCX where it can be fetched), sharing (the life of a pool that processes share by descriptors:
 # peers in other namespaces, peers that die, nothing that leaks, and the fallback), ipc (KV from one process into another), engine (steps of
 # Llama-3.1-8B's shape), models (logits of every architecture against the CPU's), text (a real model's, beside the CPU's), ranks (the same
@@ -214,6 +214,9 @@ pack)
     rm -rf "$2/references" "$2/gpu-programs" "$2/out" "$2/results.tar.gz"
     cp -r "$here/references" "$2/references"
     cp -r "$here/gpu" "$2/gpu-programs"
+    # What the table has beside what is measured.
+    cp "$root/kernels/cuda/model.py" "$2/gpu-programs/"
+    "$root/kernels/cuda/table" --needs >"$2/gpu-programs/needs.json"
     echo "$here" >"$2/built-at"
     cp "$here/gpu.sh" "$2/gpu.sh"
     size=$(du -sm "$2" | cut -f 1)

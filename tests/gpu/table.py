@@ -1,13 +1,23 @@
 #!/usr/bin/env python3
-"""One markdown table of what was measured on a GPU: each figure beside the limit that was measured in the same run, and its goal.
+"""One markdown table of what was measured on a GPU: each figure beside what the model of the kernels predicts for an H200, the limit
+that was measured in the same run, and its goal.
 
     table.py DIR        reads DIR/*.jsonl as the other programs write them and DIR/*.verdict of what was checked, and prints
+
+The model is kernels/cuda/model.py. `tests/gpu.sh pack` puts it here with what the kernels need (needs.json); without that nothing is
+predicted.
 """
 
 import json
 import pathlib
 import sys
 
+try:
+    import model
+except ImportError:
+    model = None
+
+HERE = pathlib.Path(__file__).resolve().parent
 # Llama 3.1 8B: what a decode step must read at least. The embedding is read a row a token.
 LAYERS, HIDDEN, INNER, KV, VOCAB = 32, 4096, 14336, 1024, 128256
 MATRICES, HEAD = LAYERS * (2 * HIDDEN * HIDDEN + 2 * KV * HIDDEN + 3 * INNER * HIDDEN), VOCAB * HIDDEN
@@ -37,10 +47,19 @@ class Table:
         rate = lambda what, unit: max((r[unit] / r["seconds"] for r in every if r.get("what") in what), default=0.0)
         self.bandwidth = rate(("memory", "copy"), "bytes")
         self.products = rate(("matmul",), "operations") or rate(("product",), "operations")
+        needs = HERE / "needs.json"
+        self.model = model.Model(json.loads(needs.read_text())) if model and needs.exists() else None
 
-    def row(self, what, case, value, ratio="", goal="", met=None):
+    def row(self, what, case, value, ratio="", goal="", met=None, seconds=None, predicted=None):
         verdict = "" if met is None else ("met" if met else "**not met**")
-        self.rows.append((what, case, value, ratio, goal, verdict))
+        beside = f"{predicted * 1e3:.3f} ms, measured {seconds / predicted:.2f} ×" if predicted else ""
+        self.rows.append((what, case, value, beside, ratio, goal, verdict))
+
+    def predicted(self, what, case):
+        return self.model and self.model.predicted(what, case)
+
+    def predicted_step(self, batch, fp8):
+        return self.model and self.model.step(model.ATTAINABLE, batch, CONTEXT, fp8).seconds()
 
     def figures(self, name):
         return self.files.get(name, [])
@@ -66,7 +85,9 @@ class Table:
                 # What fits in a cache may be faster than memory, and is no measure of it.
                 counts = record["bytes"] >= UNCACHED
                 self.row("decode attention", case, f"{rate / 1e9:.0f} GB/s", f"{share:.2f} of bandwidth",
-                         "≥ 0.85" if counts else "in cache", share >= 0.85 if counts else None)
+                         "≥ 0.85" if counts else "in cache", share >= 0.85 if counts else None, seconds, self.predicted(what, case))
+            elif what == "sample":
+                self.row("sampling", case, f"{seconds * 1e6:.1f} µs", seconds=seconds, predicted=self.predicted(what, case))
             elif what == "fp8" and self.products:
                 rate = record["operations"] / seconds
                 beside = next((r["seconds"] / seconds for r in self.figures("kernels") if (r.get("what"), r.get("case")) == ("product", case)), 0.0)
@@ -78,7 +99,8 @@ class Table:
                 # Few rows are bound by the weight's bytes, short prompts by what is around the products.
                 counts = case.endswith((" 2048 rows", " 8192 rows")) or case.startswith("8192 tokens") and "mma.sync" not in case
                 self.row("prefill attention" if what == "prefill" else "GEMM", case, f"{rate / 1e12:.0f} TFLOP/s",
-                         f"{share:.2f} of product", "≥ 0.6" if counts else "", share >= 0.6 if counts else None)
+                         f"{share:.2f} of product", "≥ 0.6" if counts else "", share >= 0.6 if counts else None, seconds,
+                         self.predicted(what, case))
 
     def engine(self):
         """Steps of the whole model, ours and the peer's."""
@@ -98,7 +120,8 @@ class Table:
                     step = number / value
                     floor = (weights + number * CONTEXT * KV_TOKEN) / self.bandwidth
                     self.row(f"{name}, decode step", f"batch {number}, {CONTEXT} tokens behind", f"{step * 1e3:.2f} ms",
-                             f"{step / floor:.2f} × floor {floor * 1e3:.2f} ms{beside}", "≤ 1.2 ×", step / floor <= 1.2)
+                             f"{step / floor:.2f} × floor {floor * 1e3:.2f} ms{beside}", "≤ 1.2 ×", step / floor <= 1.2, step,
+                             None if file == "engine-invariant" else self.predicted_step(number, file == "engine-fp8"))
         for metric, value in peer.items():
             number = int(metric.split("_")[1])
             step = number / value * 1e3
@@ -149,7 +172,7 @@ class Table:
             part()
         device = next((r["device"] for r in self.figures("kernels") if "device" in r), "no device")
         lines = [f"{device}; medians of rounds, for decode steps the mean of a run, the first of their size not among them.", "",
-                 "| what | case | measured | ratio | goal | |", "| --- | --- | --- | --- | --- | --- |"]
+                 "| what | case | measured | predicted for an H200 | ratio | goal | |", "| --- | --- | --- | --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         lines += ["", "Parts: " + "; ".join(self.verdicts) + "."] if self.verdicts else []
         for name in ("kernels", "ipc", "engine", "engine-invariant", "engine-fp8", "peer", "text", "cluster", "handoff"):

@@ -8,8 +8,8 @@
 // rounding: attention.cuh.
 //
 // Threads: a thread block has the heads of one KV head (up to sixteen; more in further blocks) and one split; its four warps take every
-// fourth sixteen slots. Bytes moved: K and V of the visible slots once for each sixteen heads; scratch, at 512 positions a split and
-// eight heads, 3% more. Bound: memory bandwidth. Limits: groups without sinks; pools of f16, bf16, q8,
+// fourth sixteen slots. Bytes moved: K and V of the visible slots once for each sixteen heads; scratch, at 256 positions a split and
+// four heads, 3% more. Bound: memory bandwidth. Limits: groups without sinks; pools of f16, bf16, q8,
 // fp8; head_dim a multiple of 8 up to 256; split a multiple of 64.
 #include "attention.cuh"
 

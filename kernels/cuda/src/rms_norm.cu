@@ -8,7 +8,7 @@
 // the other. Same operations: `rms_norm` and `First` in kernels/src/backend.rs; the sum's order differs from the CPU's.
 //
 // Threads: a row is taken by one warp when it has up to 1024 elements, otherwise by a block; one thread takes octets of it.
-// Bytes moved: x and out once, and with a residual add once and x once more; a row's later reads hit L1. Bound: memory bandwidth.
+// Bytes moved: x and out once, and with a residual add once and x once more; a row's later reads hit L1, weight L2. Bound: memory bandwidth.
 // Limits: width a multiple of 8; rows · width below 2^63.
 #include "e4m3.cuh"
 

@@ -2,8 +2,8 @@
 //
 // q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] of in_type, each with a stride of its own, so that they may be parts of
 // one product's rows. q_out: as q, of q_type; may be q where types and strides are the same. cos, sin: [position, head_dim / 2] f32. Pairs
-// are (x[i], x[i + head_dim / 2]). tiles: which rows belong to which sequence; blocks: their tables. Same operation: `rope_and_store_kv` in kernels/src/backend.rs; with f32 in, q and the pool get the same bits as from
-// kernels/src/cpu/kv_store.rs. Rounding and places: kv.cuh.
+// are (x[i], x[i + head_dim / 2]). tiles: which rows belong to which sequence; blocks: their tables. Same operation: `rope_and_store_kv` in
+// kernels/src/backend.rs; with f32 in, q and the pool get the same bits as from kernels/src/cpu/kv_store.rs. Rounding and places: kv.cuh.
 //
 // Threads: a warp takes one head of one row; a thread block WARPS of them. Bytes moved per token: q, k, v once, q_out and their rows in the
 // pool once, cos and sin once for each head (L1). Bound: memory bandwidth. Limits: groups without sinks (no second

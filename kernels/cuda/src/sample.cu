@@ -12,8 +12,10 @@
 // of 2^-40 of the largest one: sums of those do not depend on the order of additions, so neither does the token; what is less likely than
 // 2^-40 of the likeliest is never drawn.
 //
-// Threads: a thread block a row. Bytes moved: logits once for the maximum and twice (no filter) to sixteen times (all filters), from L2.
-// Bound: L2 bandwidth of one multiprocessor, about 5 µs for each 128k logits, and shared-memory atomics. Limits: vocab up to 2^22.
+// Threads: a thread block a row. Bytes moved: logits once for the maximum, and for a draw twice (no filter) to fifteen times (all filters)
+// more, from L2; with log probabilities three times more, and six times for the most likely tokens. Bound: instructions and latency of
+// one multiprocessor (kernels/cuda/model.py), and atomics in shared memory; its port to L2 alone would take 4 µs for 128k logits. Limits:
+// vocab up to 2^22.
 #include "digest.cuh"
 #include "drawn.cuh"
 

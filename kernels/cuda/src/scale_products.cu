@@ -3,7 +3,7 @@
 // x: [rows, width] f32, each row `stride` behind the one before, sums of products of codes. row_scales: [rows], column_scales, bias: [width],
 // f32; no scales where the product has applied them itself, no bias where there is none.
 //
-// Threads: one octet each. Bytes moved: x twice. Bound: memory bandwidth. Limits: width a multiple of 8.
+// Threads: one octet each. Bytes moved: x twice, scales and bias once. Bound: memory bandwidth. Limits: width a multiple of 8.
 #include "common.cuh"
 
 namespace baton {

@@ -14,6 +14,7 @@
 mod attention;
 mod handoff;
 mod products;
+mod sampling;
 mod sharing;
 
 use std::process::ExitCode;
@@ -69,6 +70,9 @@ struct Sizes {
     decode: &'static [(usize, usize)],
     /// Tokens of a prompt.
     prompt: &'static [usize],
+    /// Logits of a row, and rows that are sampled together.
+    vocab: usize,
+    samples: &'static [usize],
     /// Runs of a handoff, and bytes of each: a block of a layer.
     runs: (usize, usize),
     repeats: u32,
@@ -88,6 +92,8 @@ const FULL: Sizes = Sizes {
     head_dim: HEAD_DIMS[0],
     decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
     prompt: &[512, 2048, 8192],
+    vocab: 128_256,
+    samples: &[1, 64],
     // 8,192 tokens in 32 layers.
     runs: (512 * 32, 64 << 10),
     repeats: 20,
@@ -106,6 +112,8 @@ const SMALL: Sizes = Sizes {
     decode: &[(2, 300)],
     // The second is more than a turn of Hopper's kernel.
     prompt: &[40, 300],
+    vocab: 512,
+    samples: &[1, 3],
     runs: (700, 1 << 10),
     repeats: 1,
     json: false,
@@ -202,6 +210,7 @@ fn bench<D: Device>(device: Arc<D>, sizes: &Sizes) -> Result<(), KernelError> {
     products::all(&device, sizes, false)?;
     let mut apart = attention::decode(&device, sizes)?;
     apart.extend(attention::prefill(&device, sizes)?);
+    sampling::all(&device, sizes)?;
     if of.fp8 != Fp8::None {
         products::all(&device, sizes, true)?;
     }
