@@ -7,8 +7,7 @@ use std::time::Duration;
 use baton_engine::{Eviction, Order};
 use baton_runtime::config::{Plain, Value};
 use baton_runtime::{Bytes, FetchConfig, Parsed, ProcessConfig, TlsConfig};
-use baton_transfer::{Cpus, TransferLimits, TransportChoice, UcxOptions, UcxSettings};
-use baton_types::KvDtype;
+use baton_transfer::{TransferLimits, UcxSettings};
 
 pub use parts::{JoinConfig, KvConfig, TiersConfig, TransferConfig};
 
