@@ -4,8 +4,6 @@
 //! activation rows (I1), and that no horizontal sum is needed. A panel is a run of units over k; memory bandwidth bounds decode, so
 //! units are about as small as the file's own blocks. How their bytes lie is [`super::packing`]'s.
 
-use std::borrow::Cow;
-
 use baton_types::WeightDtype;
 
 use super::packing::{Form, pack, unpack};
@@ -25,46 +23,53 @@ pub struct CpuWeight {
     pub(super) data: PageRange,
 }
 
-impl CpuWeight {
-    /// Repacks a stored matrix into memory of `arena`.
-    pub fn new(source: &WeightSource<'_>, arena: &mut Arena) -> Result<Self, KernelError> {
-        let form = Form::of(source.dtype);
-        let (rows, cols) = (source.rows, source.cols);
-        let row_bytes = source.row_bytes()?;
-        let panel_bytes = cols / form.unit_weights() * form.unit_bytes();
-        let mut data = arena.zeroed(rows.div_ceil(LANES) * panel_bytes)?;
-        if data.is_empty() {
-            return Ok(CpuWeight { form, rows, cols, data });
+/// Bytes of a panel.
+fn panel_bytes(form: Form, cols: usize) -> usize {
+    cols / form.unit_weights() * form.unit_bytes()
+}
+
+/// Packs panels from number `first` on, as many as there is room for in `out`, which is zeroed.
+fn pack_panels(source: &WeightSource<'_>, form: Form, first: usize, out: &mut [u8]) -> Result<(), KernelError> {
+    let (rows, cols) = (source.rows, source.cols);
+    let (row_bytes, panel_bytes) = (source.row_bytes()?, panel_bytes(form, cols));
+    let together = (PORTION / (LANES * row_bytes).max(1)).max(1);
+    for (portion, out) in out.chunks_mut((together * panel_bytes).max(1)).enumerate() {
+        let start = (first + portion * together) * LANES;
+        let count = (out.len() / panel_bytes * LANES).min(rows - start);
+        let stored = source.rows(start, count)?;
+        for (row, stored) in stored.chunks_exact(row_bytes).enumerate() {
+            let panel = &mut out[row / LANES * panel_bytes..][..panel_bytes];
+            pack_row(source.dtype, form, row % LANES, stored, panel);
         }
-        let together = (PORTION / (LANES * row_bytes).max(1)).max(1);
-        let mut stored = Cow::default();
-        for (p, panel) in data.chunks_exact_mut(panel_bytes).enumerate() {
-            if p % together == 0 {
-                stored = source.rows(p * LANES, (together * LANES).min(rows - p * LANES))?;
+    }
+    Ok(())
+}
+
+/// Packs a row as one lane of a panel.
+fn pack_row(dtype: WeightDtype, form: Form, lane: usize, row: &[u8], panel: &mut [u8]) {
+    let groups = form.unit_groups();
+    for (u, unit) in panel.chunks_exact_mut(form.unit_bytes()).enumerate() {
+        match form {
+            Form::F32 | Form::F16 | Form::Bf16 => {
+                let size = form.unit_bytes() / LANES;
+                unit[lane * size..][..size].copy_from_slice(&row[u * size..][..size]);
             }
-            for lane in 0..LANES.min(rows - p * LANES) {
-                let row = &stored[(p % together * LANES + lane) * row_bytes..][..row_bytes];
-                for (u, unit) in panel.chunks_exact_mut(form.unit_bytes()).enumerate() {
-                    match form {
-                        Form::F32 | Form::F16 | Form::Bf16 => {
-                            let size = row_bytes / cols;
-                            unit[lane * size..][..size].copy_from_slice(&row[u * size..][..size]);
-                        }
-                        _ => {
-                            for g in 0..form.unit_groups() {
-                                pack(
-                                    form,
-                                    unit,
-                                    g,
-                                    lane,
-                                    &quantised_group(source.dtype, row, u * form.unit_groups() + g),
-                                );
-                            }
-                        }
-                    }
+            _ => {
+                for g in 0..groups {
+                    pack(form, unit, g, lane, &quantised_group(dtype, row, u * groups + g));
                 }
             }
         }
+    }
+}
+
+impl CpuWeight {
+    /// Repacks a stored matrix into memory of `arena`.
+    pub fn new(source: &WeightSource<'_>, arena: &mut Arena) -> Result<Self, KernelError> {
+        let (form, rows, cols) = (Form::of(source.dtype), source.rows, source.cols);
+        source.row_bytes()?;
+        let mut data = arena.zeroed(rows.div_ceil(LANES) * panel_bytes(form, cols))?;
+        pack_panels(source, form, 0, &mut data)?;
         Ok(CpuWeight { form, rows, cols, data })
     }
 
@@ -73,7 +78,7 @@ impl CpuWeight {
     }
 
     pub(super) fn panel_bytes(&self) -> usize {
-        self.cols / self.form.unit_weights() * self.form.unit_bytes()
+        panel_bytes(self.form, self.cols)
     }
 
     /// Writes row `row` as f32 into `out[..cols]`.
