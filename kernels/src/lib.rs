@@ -29,7 +29,7 @@ pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
 pub use meeting::Meeting;
 pub use pool::HostPool;
 pub use profile::{Operation, Profile, Profiled, ProfiledWeight, SharedProfile, Tally};
-pub use source::WeightSource;
+pub use source::{RowOrder, WeightSource};
 
 /// What can go wrong while weights and pools are set up and, on a GPU, in steps.
 ///

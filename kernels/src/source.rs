@@ -9,6 +9,9 @@ use crate::KernelError;
 /// Bytes that a thread makes, at least: below it, starting one takes longer.
 const SHARE: usize = 1 << 20;
 
+/// Which stored row becomes row `i`.
+pub type RowOrder<'a> = &'a (dyn Fn(usize) -> usize + Sync);
+
 /// A weight matrix as a file stores it, or as it is made: `rows` outputs of `cols` inputs each.
 #[derive(Clone)]
 pub struct WeightSource<'a> {
@@ -22,8 +25,8 @@ pub struct WeightSource<'a> {
     pub cols: usize,
     /// Its elements, row by row.
     pub data: WeightData<'a>,
-    /// Which stored row becomes row `i`; None: itself.
-    pub row_order: Option<&'a dyn Fn(usize) -> usize>,
+    /// None: each stored row becomes the row of its number.
+    pub row_order: Option<RowOrder<'a>>,
 }
 
 impl WeightSource<'_> {

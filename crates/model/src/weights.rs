@@ -1,6 +1,6 @@
 //! Loads a model's tensors, or one rank's parts of them, onto a backend. Checks every shape against the configuration.
 
-use baton_kernels::{Backend, KernelError, Norm, Product, WeightSource, element};
+use baton_kernels::{Backend, KernelError, Norm, Product, RowOrder, WeightSource, element};
 use baton_model_files::{LayerTensor, Model, ModelConfig, TensorName, TensorRef};
 
 use crate::ModelError;
@@ -143,7 +143,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             let (of, tensor) = (&wanted[i], &tensors[i]);
             let Stored { rows, cols, data } = of.part.of(of.name, tensor)?;
             let interleaved = of.rotated && self.config.interleaved_qk;
-            let row_order: Option<&dyn Fn(usize) -> usize> = if interleaved { Some(&order) } else { None };
+            let row_order: Option<RowOrder<'_>> = if interleaved { Some(&order) } else { None };
             Ok(WeightSource { name: &labels[i], dtype: tensor.dtype, rows, cols, data, row_order })
         };
         let sources = (0..N).map(source).collect::<Result<Vec<_>, ModelError>>()?;

@@ -3,9 +3,9 @@
 use baton_types::{BlockId, KvDtype, Seeded, SeededRows, WeightData, WeightDtype};
 
 use super::{DTYPES, Factory, Promises, Random, attention, close, geometry, random_weight, read};
-use crate::WeightSource;
 use crate::backend::{AttentionShape, Backend, First, Gate, Input, Norm, Product, Ragged, Room};
 use crate::cpu::element;
+use crate::{RowOrder, WeightSource};
 
 pub(super) fn run<F: Factory>(factory: &F) {
     matmul(factory);
@@ -25,7 +25,7 @@ fn matmul<F: Factory>(factory: &F) {
         for (outs, cols, only_products) in [(8, 256, false), (37, 512, false), (3, 256, false), (48, 256, true)] {
             let data = random_weight(dtype, outs, cols, &mut random);
             let order = |i: usize| (i * 5 + 1) % outs;
-            let row_order: Option<&dyn Fn(usize) -> usize> = if outs == 37 { Some(&order) } else { None };
+            let row_order: Option<RowOrder<'_>> = if outs == 37 { Some(&order) } else { None };
             let source = WeightSource { name: "w", dtype, rows: outs, cols, data: data[..].into(), row_order };
             let weight = if only_products { backend.linear(&source) } else { backend.weight(&source) }.expect("weight");
             let operands = if only_products { linear } else { operands };
@@ -94,7 +94,7 @@ fn seeded<F: Factory>(factory: &F) {
     let x = Random(5).vector(count * cols);
     let values = Seeded { key: 11, middle: 0.0, spread: 0.1 };
     for (first, stride, row_order) in [(0, cols, false), (3, cols + 13, false), (8 * cols as u64, 2 * cols, true)] {
-        let row_order: Option<&dyn Fn(usize) -> usize> = if row_order { Some(&order) } else { None };
+        let row_order: Option<RowOrder<'_>> = if row_order { Some(&order) } else { None };
         let made = SeededRows { values, first, stride };
         let data = WeightData::Seeded(made);
         let of_seed = WeightSource { name: "w", dtype: WeightDtype::Bf16, rows, cols, data, row_order };

@@ -4,7 +4,7 @@
 //! activation rows (I1), and that no horizontal sum is needed. A panel is a run of units over k; memory bandwidth bounds decode, so
 //! units are about as small as the file's own blocks. How their bytes lie is [`super::packing`]'s.
 
-use baton_types::WeightDtype;
+use baton_types::{WeightData, WeightDtype};
 
 use super::packing::{Form, pack, unpack};
 use super::simd::LANES;
@@ -14,6 +14,8 @@ use crate::{KernelError, WeightSource};
 
 /// Bytes of rows that are repacked together, about: there is no more of a matrix beside itself where its rows are made or put in order.
 const PORTION: usize = 16 << 20;
+/// Bytes that a thread packs, at least: below it, starting one takes longer.
+const SHARE: usize = 256 << 10;
 
 /// A matrix `[rows, cols]`, rows being outputs. The last panel is padded with zero rows.
 pub struct CpuWeight {
@@ -26,6 +28,27 @@ pub struct CpuWeight {
 /// Bytes of a panel.
 fn panel_bytes(form: Form, cols: usize) -> usize {
     cols / form.unit_weights() * form.unit_bytes()
+}
+
+/// Packs a whole matrix, on as many threads as pay.
+fn pack_all(source: &WeightSource<'_>, form: Form, out: &mut [u8]) -> Result<(), KernelError> {
+    let panel = panel_bytes(form, source.cols).max(1);
+    let most = match source.data {
+        WeightData::Stored(_) => std::thread::available_parallelism().map_or(1, usize::from),
+        // Making the values is most of the work, and takes threads of its own.
+        WeightData::Seeded(_) => 1,
+    };
+    let share = (out.len() / panel).div_ceil((out.len() / SHARE).clamp(1, most)).max(1);
+    std::thread::scope(|scope| {
+        let mut shares = out.chunks_mut(share * panel).enumerate();
+        let own = shares.next();
+        let others: Vec<_> =
+            shares.map(|(i, out)| scope.spawn(move || pack_panels(source, form, i * share, out))).collect();
+        let own = own.map_or(Ok(()), |(_, out)| pack_panels(source, form, 0, out));
+        let failed =
+            |_| KernelError::Weight { name: source.name.to_owned(), why: "a thread that packs it failed".into() };
+        others.into_iter().map(|other| other.join().unwrap_or_else(|e| Err(failed(e)))).fold(own, Result::and)
+    })
 }
 
 /// Packs panels from number `first` on, as many as there is room for in `out`, which is zeroed.
@@ -69,7 +92,7 @@ impl CpuWeight {
         let (form, rows, cols) = (Form::of(source.dtype), source.rows, source.cols);
         source.row_bytes()?;
         let mut data = arena.zeroed(rows.div_ceil(LANES) * panel_bytes(form, cols))?;
-        pack_panels(source, form, 0, &mut data)?;
+        pack_all(source, form, &mut data)?;
         Ok(CpuWeight { form, rows, cols, data })
     }
 
@@ -108,7 +131,7 @@ impl CpuWeight {
 
 #[cfg(test)]
 mod tests {
-    use baton_types::{Seeded, SeededRows, WeightData};
+    use baton_types::{Seeded, SeededRows};
 
     use super::*;
 
@@ -124,7 +147,7 @@ mod tests {
         for (data, row_order) in [
             (WeightData::Seeded(made), None),
             (stored[..].into(), None),
-            (stored[..].into(), Some(&order as &dyn Fn(usize) -> usize)),
+            (stored[..].into(), Some(&order as crate::RowOrder<'_>)),
         ] {
             let source = WeightSource { name: "w", dtype: WeightDtype::Bf16, rows, cols, data, row_order };
             let weight = CpuWeight::new(&source, &mut Arena::default()).unwrap();

@@ -292,7 +292,7 @@ mod tests {
             let stored = random_weight(dtype, rows, cols, &mut Random(4));
             let made = (dtype == WeightDtype::Bf16).then(|| seeded.clone());
             for data in [Some(stored[..].into()), made].into_iter().flatten() {
-                for row_order in [None, Some(&order as &dyn Fn(usize) -> usize)] {
+                for row_order in [None, Some(&order as crate::RowOrder<'_>)] {
                     let source = WeightSource { name: "w", dtype, rows, cols, data: data.clone(), row_order };
                     for form in [Form::Bf16, Form::E4m3] {
                         let whole = loaded(&queue, &source, form, STAGED);
