@@ -1,7 +1,7 @@
 //! Compute kernels: the trait [`Backend`] and its CPU implementation.
 //!
 //! Below `model`, which composes the operations into a decoder. Knows tensors, the KV pool and threads; knows nothing of
-//! requests, schedulers, files or sockets.
+//! requests, schedulers, sockets, or where files lie.
 
 // Kernels index several arrays by one counter; iterators would hide which.
 #![allow(clippy::needless_range_loop)]
@@ -24,7 +24,10 @@ pub use backend::{
     Room, Rope, Span, StepInputs, TILE_ROWS,
 };
 use baton_types::{BatonError, DeviceError, ErrorKind};
-pub use cpu::{Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, convert_kv, element};
+pub use cpu::{
+    Ceilings, CpuBackend, CpuOptions, CpuWeight, Isa, KvSlice, Packed, PackedError, PackedFile, PackedWriter,
+    convert_kv, element,
+};
 pub use draw::{Draw, LogitChange, MAX_LOGIT_CHANGES};
 pub use meeting::Meeting;
 pub use pool::HostPool;
@@ -71,6 +74,17 @@ pub enum KernelError {
     /// A GPU that has no products of 8-bit floats, of which they were asked for.
     #[error("quantization fp8: {0}, and products of fp8 need 8.9 at least (Ada, Hopper); set quantization to none")]
     Fp8(String),
+    /// A file of packed weights that does not have what the model needs.
+    #[error("packed weights, tensor {name}: {why}")]
+    Packed {
+        /// The matrix.
+        name: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// Packed weights could not be written.
+    #[error("packed weights cannot be written: {0}")]
+    Keep(std::io::Error),
     /// Threads could not be started.
     #[error("cannot start kernel threads: {0}")]
     Threads(#[from] std::io::Error),
@@ -89,7 +103,11 @@ impl BatonError for KernelError {
             KernelError::Weight { .. } | KernelError::Pool(_) | KernelError::Fp8(_) => ErrorKind::InvalidArgument,
             KernelError::Memory { .. } => ErrorKind::ResourceExhausted,
             KernelError::NoDevice(_) => ErrorKind::Unavailable,
-            KernelError::Region(_) | KernelError::Device { .. } | KernelError::Threads(_) => ErrorKind::Internal,
+            KernelError::Region(_)
+            | KernelError::Device { .. }
+            | KernelError::Packed { .. }
+            | KernelError::Keep(_)
+            | KernelError::Threads(_) => ErrorKind::Internal,
         }
     }
 }
@@ -109,6 +127,8 @@ mod tests {
             (KernelError::NoDevice(why()), ErrorKind::Unavailable),
             (KernelError::Region(why()), ErrorKind::Internal),
             (KernelError::Device { operation: why(), why: why() }, ErrorKind::Internal),
+            (KernelError::Packed { name: why(), why: why() }, ErrorKind::Internal),
+            (KernelError::Keep(std::io::ErrorKind::StorageFull.into()), ErrorKind::Internal),
             (KernelError::Threads(std::io::ErrorKind::WouldBlock.into()), ErrorKind::Internal),
         ] {
             assert_eq!(error.kind(), kind, "{error}");

@@ -6,11 +6,12 @@
 //! back when its last matrix is dropped; what of it was never handed out was never touched.
 
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
+use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap, mmap_anonymous, munmap};
 
 use crate::KernelError;
 
@@ -19,12 +20,13 @@ const HUGE: usize = 2 << 20;
 /// Bytes of a region of small matrices.
 const REGION: usize = 32 << 20;
 /// Every range starts a cache line.
-const LINE: usize = 64;
+pub const LINE: usize = 64;
 
 /// Mapped memory of this process.
 pub struct Region {
     mapping: NonNull<u8>,
     mapped: usize,
+    bytes: usize,
     /// Where its bytes begin: for a large one, a huge page.
     base: NonNull<u8>,
 }
@@ -44,7 +46,7 @@ impl Region {
         // SAFETY: a new mapping at an address of the system's choice touches nobody's memory.
         let mapping = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, access, MapFlags::PRIVATE) };
         let mapping = mapping.ok().and_then(|p| NonNull::new(p.cast::<u8>())).ok_or_else(no_memory)?;
-        let mut region = Region { mapping, mapped, base: mapping };
+        let mut region = Region { mapping, mapped, bytes, base: mapping };
         if huge {
             // SAFETY: less than a huge page further on, and one more than `bytes` is mapped.
             region.base = unsafe { mapping.add(mapping.align_offset(HUGE)) };
@@ -55,10 +57,48 @@ impl Region {
         Ok(region)
     }
 
+    /// The first `bytes` of a file, to read, shared with all who map it; in huge pages where the file system has them.
+    pub fn of_file(file: impl AsFd, bytes: usize) -> Result<Self, KernelError> {
+        let no_memory = || KernelError::Memory { bytes };
+        let mapped = bytes.checked_add(HUGE).ok_or_else(no_memory)?;
+        // SAFETY: a new mapping at an address of the system's choice touches nobody's memory.
+        let mapping = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) };
+        let mapping = mapping.ok().and_then(|p| NonNull::new(p.cast::<u8>())).ok_or_else(no_memory)?;
+        // SAFETY: less than a huge page further on, and one more than `bytes` is mapped.
+        let base = unsafe { mapping.add(mapping.align_offset(HUGE)) };
+        let region = Region { mapping, mapped, bytes, base };
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: it replaces a part of the mapping above, which nobody has seen yet.
+        unsafe { mmap(base.as_ptr().cast(), bytes, ProtFlags::READ, flags, file, 0) }.map_err(|_| no_memory())?;
+        // SAFETY: inside the mapping; advice on page sizes changes no contents.
+        let _ = unsafe { madvise(base.as_ptr().cast(), bytes, Advice::LinuxHugepage) };
+        Ok(region)
+    }
+
+    /// Keeps a file's region in memory, as memory of one's own is where there is no swap, if this user may.
+    pub fn lock(&self) {
+        // SAFETY: inside the mapping; this changes no contents.
+        let _ = unsafe { mlock(self.base.as_ptr().cast(), self.bytes) };
+    }
+
+    /// Bytes of a file's region that lie in huge pages, of those that were touched; 0 where the system does not say.
+    pub fn huge_bytes(&self) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+        huge_of(&maps, self.base.as_ptr() as usize)
+    }
+
     /// Its first byte.
     pub fn base(&self) -> *mut u8 {
         self.base.as_ptr()
     }
+}
+
+/// What the system says of the mapping that begins at an address.
+fn huge_of(maps: &str, start: usize) -> usize {
+    let first = format!("{start:x}-");
+    let mut lines = maps.lines().skip_while(|line| !line.starts_with(&first));
+    let said = lines.find_map(|line| line.strip_prefix("FilePmdMapped:")).unwrap_or_default();
+    said.split_whitespace().next().and_then(|kib| kib.parse::<usize>().ok()).unwrap_or(0) << 10
 }
 
 impl Drop for Region {
@@ -110,6 +150,47 @@ impl DerefMut for PageRange {
         // SAFETY: as above, and `self` is borrowed for as long.
         unsafe { std::slice::from_raw_parts_mut(self.region.base.add(self.start).as_ptr(), self.len) }
     }
+}
+
+/// A range of a region that changes no more.
+pub struct Fixed {
+    region: Arc<Region>,
+    range: Range<usize>,
+}
+
+impl Fixed {
+    /// All of a region that nobody writes to any more.
+    pub fn whole(region: &Arc<Region>) -> Fixed {
+        Fixed { region: region.clone(), range: 0..region.bytes }
+    }
+
+    /// A range of a region that nobody writes to any more; None if it is beyond it.
+    pub fn new(region: &Arc<Region>, range: Range<usize>) -> Option<Fixed> {
+        let inside = range.start <= range.end && range.end <= region.bytes;
+        inside.then(|| Fixed { region: region.clone(), range })
+    }
+}
+
+impl From<PageRange> for Fixed {
+    fn from(PageRange { region, start, len }: PageRange) -> Fixed {
+        Fixed { region, range: start..start + len }
+    }
+}
+
+impl Deref for Fixed {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies in the region, which lives as long as this; nobody writes to it any more.
+        unsafe { std::slice::from_raw_parts(self.region.base.add(self.range.start).as_ptr(), self.range.len()) }
+    }
+}
+
+/// A copy in huge pages of its own.
+pub fn copy(bytes: &[u8]) -> Result<Arc<Region>, KernelError> {
+    let mut range = PageRange { region: Arc::new(Region::new(bytes.len())?), start: 0, len: bytes.len() };
+    range.copy_from_slice(bytes);
+    Ok(range.region)
 }
 
 /// A type of which any bits are a value.

@@ -18,6 +18,7 @@ mod kv_convert;
 mod kv_row;
 mod kv_store;
 mod matmul;
+mod packed;
 mod packing;
 mod portable;
 mod products;
@@ -39,6 +40,7 @@ pub use ceilings::Ceilings;
 pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
 use kv_row::Planes;
+pub use packed::{PackedError, PackedFile, PackedWriter};
 use quantise::Quantised;
 use simd::LANES;
 use threads::Threads;
@@ -85,8 +87,19 @@ pub struct CpuBackend {
     swapped: HostPool,
     scratch: Quantised,
     weights: Arena,
+    packed: Packed,
     /// Of the latest step's attention, one per layer group.
     plans: Vec<Plan>,
+}
+
+/// Where a backend has packed weights from.
+pub enum Packed {
+    /// It packs them, for itself.
+    Anew,
+    /// It packs them, and writes them to a file.
+    Kept(PackedWriter),
+    /// They are in a file.
+    Found(Arc<PackedFile>),
 }
 
 /// A pointer that tasks share.
@@ -118,8 +131,19 @@ impl CpuBackend {
             swapped,
             scratch: Quantised::with_capacity(0)?,
             weights: Arena::default(),
+            packed: Packed::Anew,
             plans,
         })
+    }
+
+    /// The same backend, that takes packed weights from there.
+    pub fn with_packed(self, packed: Packed) -> Self {
+        CpuBackend { packed, ..self }
+    }
+
+    /// Where it has packed weights from.
+    pub fn into_packed(self) -> Packed {
+        self.packed
     }
 
     /// The pool it reads and writes.
@@ -275,7 +299,14 @@ impl Backend for CpuBackend {
     }
 
     fn weight(&mut self, source: &WeightSource<'_>) -> Result<CpuWeight, KernelError> {
-        CpuWeight::new(source, &mut self.weights)
+        if let Packed::Found(file) = &self.packed {
+            return CpuWeight::packed(source, file);
+        }
+        let weight = CpuWeight::new(source, &mut self.weights)?;
+        if let Packed::Kept(writer) = &mut self.packed {
+            writer.add(weight.form, source, &weight.data).map_err(KernelError::Keep)?;
+        }
+        Ok(weight)
     }
 
     fn weight_bytes(&self, weight: &CpuWeight) -> usize {

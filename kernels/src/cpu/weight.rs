@@ -6,10 +6,11 @@
 
 use baton_types::{WeightData, WeightDtype};
 
+use super::packed::PackedFile;
 use super::packing::{Form, pack, unpack};
 use super::simd::LANES;
 use super::unpack::{GROUP, element, quantised_group};
-use crate::pages::{Arena, PageRange};
+use crate::pages::{Arena, Fixed};
 use crate::{KernelError, WeightSource};
 
 /// Bytes of rows that are repacked together, about: there is no more of a matrix beside itself where its rows are made or put in order.
@@ -22,11 +23,11 @@ pub struct CpuWeight {
     pub(super) form: Form,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    pub(super) data: PageRange,
+    pub(super) data: Fixed,
 }
 
 /// Bytes of a panel.
-fn panel_bytes(form: Form, cols: usize) -> usize {
+pub(super) fn panel_bytes(form: Form, cols: usize) -> usize {
     cols / form.unit_weights() * form.unit_bytes()
 }
 
@@ -52,7 +53,12 @@ fn pack_all(source: &WeightSource<'_>, form: Form, out: &mut [u8]) -> Result<(),
 }
 
 /// Packs panels from number `first` on, as many as there is room for in `out`, which is zeroed.
-fn pack_panels(source: &WeightSource<'_>, form: Form, first: usize, out: &mut [u8]) -> Result<(), KernelError> {
+pub(super) fn pack_panels(
+    source: &WeightSource<'_>,
+    form: Form,
+    first: usize,
+    out: &mut [u8],
+) -> Result<(), KernelError> {
     let (rows, cols) = (source.rows, source.cols);
     let (row_bytes, panel_bytes) = (source.row_bytes()?, panel_bytes(form, cols));
     let together = (PORTION / (LANES * row_bytes).max(1)).max(1);
@@ -93,7 +99,13 @@ impl CpuWeight {
         source.row_bytes()?;
         let mut data = arena.zeroed(rows.div_ceil(LANES) * panel_bytes(form, cols))?;
         pack_all(source, form, &mut data)?;
-        Ok(CpuWeight { form, rows, cols, data })
+        Ok(CpuWeight { form, rows, cols, data: data.into() })
+    }
+
+    /// A matrix that is packed already.
+    pub(super) fn packed(source: &WeightSource<'_>, file: &PackedFile) -> Result<Self, KernelError> {
+        let form = Form::of(source.dtype);
+        Ok(CpuWeight { form, rows: source.rows, cols: source.cols, data: file.take(form, source)? })
     }
 
     pub(super) fn panels(&self) -> usize {
