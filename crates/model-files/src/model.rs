@@ -78,6 +78,15 @@ impl Model {
         self.fingerprint
     }
 
+    /// One line that is another as soon as any weight may be: it names this host's files, with the times of their last change. None of a
+    /// random model.
+    pub fn identity(&self) -> Option<String> {
+        match &self.weights {
+            Weights::Files { store, .. } => Some(format!("model {:016x}, {}", self.fingerprint, store.identity())),
+            Weights::Random(_) => None,
+        }
+    }
+
     /// A tensor that the configuration requires. It is an error if the model has no tensor of this name.
     pub fn tensor(&self, name: TensorName) -> Result<TensorRef<'_>, ModelFileError> {
         self.find(name).ok_or_else(|| {

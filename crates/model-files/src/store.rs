@@ -4,7 +4,9 @@
 //! Mapped files must not be shortened in place while a model is open (the cache never does that; it replaces files by renaming).
 
 use std::collections::BTreeMap;
+use std::fs::Metadata;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -15,20 +17,22 @@ use crate::{ModelFileError, TensorRef, WeightDtype};
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     pub path: PathBuf,
+    identity: String,
     map: Mmap,
 }
 
 impl MappedFile {
     pub fn open(path: &Path) -> Result<MappedFile, ModelFileError> {
         let file = std::fs::File::open(path).map_err(ModelFileError::io(path))?;
-        let size = file.metadata().map_err(ModelFileError::io(path))?.len();
+        let facts = file.metadata().map_err(ModelFileError::io(path))?;
+        let size = facts.len();
         if size == 0 {
             return Err(ModelFileError::Truncated { path: path.to_owned(), what: "it is empty".to_owned(), size });
         }
         // SAFETY: the mapping is private and read-only, and lives as long as the slices handed out from it. Nothing in this
         // process writes to model files; another process that shortened one in place would break the contract above.
         let map = unsafe { Mmap::map(&file) }.map_err(ModelFileError::io(path))?;
-        Ok(MappedFile { path: path.to_owned(), map })
+        Ok(MappedFile { path: path.to_owned(), identity: identity(&facts), map })
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -38,6 +42,13 @@ impl MappedFile {
     pub fn truncated(&self, what: String) -> ModelFileError {
         ModelFileError::Truncated { path: self.path.clone(), what, size: self.map.len() as u64 }
     }
+}
+
+/// What changes when a file becomes another or is written to. The time of its last change cannot be set by programs.
+fn identity(facts: &Metadata) -> String {
+    let (inode, size) = (facts.ino(), facts.len());
+    let times = [facts.mtime(), facts.mtime_nsec(), facts.ctime(), facts.ctime_nsec()];
+    format!("file {inode} of {size} bytes at {times:?}")
 }
 
 /// Element type as the file gives it; an unsupported one matters only once the tensor is needed.
@@ -99,6 +110,11 @@ impl TensorStore {
         }
         self.entries.insert(name.to_owned(), Entry { file, dtype, shape, range: start..end });
         Ok(())
+    }
+
+    /// What changes when any of its files does.
+    pub fn identity(&self) -> String {
+        self.files.iter().map(|file| file.identity.as_str()).collect::<Vec<_>>().join(", ")
     }
 
     pub fn get(&self, name: &str) -> Option<&Entry> {

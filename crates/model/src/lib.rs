@@ -20,3 +20,4 @@ pub use decoder::{Decoder, DecoderLimits};
 pub use error::ModelError;
 pub use footprint::Footprint;
 pub use sampler::Sampler;
+pub use weights::pack;

@@ -80,6 +80,19 @@ pub(crate) fn load<B: Backend>(model: &Model, sharding: &Sharding, backend: &mut
     Ok(Weights { embedding, layers, output_norm, output })
 }
 
+/// Loads one rank's matrices onto a backend, as a decoder does, and drops them. For a backend that keeps something of them.
+///
+/// # Errors
+/// When the model cannot be split over this many ranks, or cannot be loaded.
+pub fn pack<B: Backend>(model: &Model, ranks: u32, rank: u32, mut backend: B) -> Result<B, ModelError> {
+    let sharding = match ranks {
+        1 => Sharding::whole(model.config()),
+        _ => Sharding::of(model, ranks, rank)?,
+    };
+    load(model, &sharding, &mut backend)?;
+    Ok(backend)
+}
+
 impl<'a, B: Backend> Loader<'a, B> {
     fn layer(&mut self, layer: u32) -> Result<Layer<B>, ModelError> {
         use LayerTensor as T;
