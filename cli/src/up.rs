@@ -103,6 +103,9 @@ baton_runtime::config! {
         quantization: Quantization = Quantization::None,
         /// Compute threads of each worker; default: one per core.
         threads: Option<usize> = None,
+        /// On the CPU: most disk space, in the model cache, for weights as the kernels read them. Workers share them in memory, and the next start
+        /// need not pack them again (docs/memory.md). 0B: each worker packs its own.
+        packed_weights: Bytes = Bytes::gib(16),
         /// Number of tensor-parallel ranks of each worker (docs/tensor-parallel.md).
         tp: u32 = 1,
         /// Number of ranks of each prefill worker, if different.
@@ -354,6 +357,7 @@ fn worker_args(
     args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));
     args.extend(config.threads.into_iter().flat_map(|n| flag("threads", n)));
+    args.extend(flag("packed-weights", config.packed_weights));
     args.extend(flag("tp", tp));
     args
 }

@@ -210,15 +210,28 @@ fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow
 fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
     let (disk, objects) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let (disk, objects) = (disk.path().display().to_string(), format!("file://{}", objects.path().display()));
+    let cache = tempfile::tempdir()?;
+    let kept = |mut options: ClusterOptions| {
+        options.args.extend(["--model-cache".to_owned(), cache.path().display().to_string()]);
+        options
+    };
+    let unkept = |mut options: ClusterOptions| {
+        options.args.extend(["--packed-weights", "0B"].map(str::to_owned));
+        options
+    };
     let routes = [
         ("aggregated", route("auto", 512, true)),
         ("aggregated, from host memory", tiers(route("auto", 512, true), None)),
         ("aggregated, from disk", tiers(route("auto", 512, true), Some(("--kv-disk", disk)))),
         ("aggregated, from an object store", tiers(route("auto", 512, true), Some(("--kv-object", objects)))),
-        ("split over shm, chunks of 16", route("shm", 16, false)),
-        ("split over tcp, chunks of 512, reserved late", late(route("tcp", 512, false))),
+        ("split over shm, chunks of 16, weights packed by one of both", kept(route("shm", 16, false))),
+        ("split over tcp, chunks of 512, reserved late, packed weights found", kept(late(route("tcp", 512, false)))),
+        ("aggregated, weights packed for itself", unkept(route("auto", 512, true))),
     ];
-    real(14, 120, &routes)
+    real(14, 120, &routes)?;
+    let files: Vec<_> = std::fs::read_dir(cache.path().join("packed"))?.flatten().map(|entry| entry.path()).collect();
+    ensure!(files.len() == 1 && files[0].extension().is_some_and(|end| end == "packed"), "kept: {files:?}");
+    Ok(())
 }
 
 #[test]

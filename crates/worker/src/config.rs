@@ -129,6 +129,9 @@ baton_runtime::config! {
         step_timeout: Option<Duration> = None,
         /// Compute threads on the CPU; default: one per core.
         threads: Option<usize> = None,
+        /// On the CPU: most disk space, in the model cache, for weights as the kernels read them. The next worker on this machine that needs the
+        /// same ones maps them instead of packing its own (docs/memory.md). The model cache must be on a local disk. 0B: none.
+        packed_weights: Bytes = Bytes(0),
         /// Pin each compute thread to a CPU of its own. Only for workers that have their CPUs to themselves.
         pin_threads: bool = false,
         /// On the CPU: measure at the start, for about a second, what the processor can do at most, for metrics (baton_ceiling). Other work on the

@@ -8,7 +8,7 @@
 //!
 //!
 //! - `node` → `load`, `settings`, `service`, `sharing`, `wire`; `node` → `serving` → `engine_thread`
-//! - `load` → `backend`, `settings`, `plan`, `ranks`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
+//! - `load` → `backend`, `settings`, `plan`, `ranks`, `packed`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
 //! - `no_model` → `load`, `plan`, `pool`, `achieved`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `spans`; `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
@@ -41,6 +41,7 @@ mod news;
 mod no_model;
 mod node;
 mod pack;
+mod packed;
 mod plan;
 mod pool;
 mod ranks;

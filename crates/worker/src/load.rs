@@ -19,6 +19,7 @@ use crate::backend::{Chosen, choose};
 use crate::budget::GpuMemory;
 use crate::error::{WorkerError, check};
 use crate::pack::find_pack_tokens;
+use crate::packed::with_packed_weights;
 use crate::plan::{Place, Plan, layout, plan};
 use crate::settings::check_on_cpu;
 use crate::swap::prepare_swap;
@@ -82,7 +83,8 @@ fn load_on_cpu(config: &WorkerConfig, model: &Model) -> Result<Ready, WorkerErro
     check_on_cpu(config)?;
     ranks::check_heads(config, model)?;
     let Plan { geometry, limits, mut engine } = plan(config, model, Place::Host)?;
-    let (mut backends, pool) = ranks::on_cpu(config, &geometry)?;
+    let (backends, pool) = ranks::on_cpu(config, &geometry)?;
+    let mut backends = with_packed_weights(config, model, backends)?;
     engine.swap = prepare_swap(config, &mut backends, &geometry)?;
     let runner = TensorParallel::on_cpu(model, &geometry.layout, limits, backends)?;
     measure_ceilings(config)?;
