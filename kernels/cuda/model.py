@@ -61,13 +61,18 @@ WARP_PAIRS, WARP_SLOTS, PREFILL_WARPS = 16, 16, 4
 DECODE_WARPS, SAMPLE_THREADS = 4, 512
 # Bytes of loads that a warp of decode attention has under way together: K, then V, of sixteen slots.
 DECODE_FLIGHT = WARP_SLOTS * HEAD_DIM * BF16
-# Of a pass of sample.cu over a row: instructions for each logit and loads of a thread under way together, both counted in the machine
-# code for sm_90a: the largest logit; a digit of an id, of a count, of a weight.
-LARGEST, ID_DIGIT, COUNT_DIGIT, WEIGHT_DIGIT = (8.5, 4), (66, 1), (49, 1), (68, 1)
+# Of a pass of sample.cu over a row: instructions for each logit and logits of a thread under way together, both counted in the machine code
+# for sm_90a: the largest logit; weights by id, a seventeenth of which are those of the part that is walked again; counts of steps; weights
+# of steps; what reaches a step, gathered.
+LARGEST, WALKED, COUNTS, WEIGHTS, GATHERED = (5.3, 16), (32, 8), (22, 8), (57, 8), (3.6, 16)
+# Instructions of a thread for a digit of what is gathered, at most one candidate a thread.
+DIGIT = 270
+# Passes, and digits of what is gathered, five for each filter and for the draw.
 SAMPLING = {
-    "greedy": [LARGEST],
-    "temperature": [LARGEST] + 2 * [ID_DIGIT],
-    "all filters": [LARGEST] + 5 * [COUNT_DIGIT] + 10 * [WEIGHT_DIGIT],
+    "greedy": ([LARGEST], 0),
+    "temperature": ([LARGEST, WALKED], 0),
+    "top-p": ([LARGEST, WEIGHTS, GATHERED], 10),
+    "all filters": ([LARGEST, COUNTS, GATHERED], 15),
 }
 
 
@@ -127,7 +132,7 @@ LEGEND = {
     "head_parts": "parts of sixteen of the heads of one KV head",
     "parameters": "bytes of a row's scales: 2 for q8 and fp8, else 0",
     "added": "1 where a residual is added, else 0",
-    "passes": "over a row's logits: " + ", ".join(f"{len(passes)} ({how})" for how, passes in SAMPLING.items()) + "; from L2 after the first",
+    "passes": "over a row's logits: " + ", ".join(f"{len(passes)} ({how})" for how, (passes, _) in SAMPLING.items()) + "; from L2 after the first",
     "forbidden": "logits that a mask sets to -inf",
 }
 
@@ -206,14 +211,16 @@ class Model:
 
     def sample(self, rows, how, vocab=VOCAB):
         """Sampling of rows. A thread block takes a row alone, so one SM's instructions, loads or port to L2 are the bound, and more rows
-        take no longer until SMs have several. Additions to the same bin, which wait for each other, are not in it."""
+        take no longer until SMs have several. Not in it: additions to the same bin, which wait for each other; barriers; candidates that
+        are too many to gather."""
         room = self.occupancy("baton_sample").blocks
         each = min(ceil(rows / SMS), room)
         waves = ceil(rows / (SMS * each))
-        clocks = 0.0
-        for instructions, loads in SAMPLING[how]:
+        passes, digits = SAMPLING[how]
+        clocks = digits * DIGIT * each * SAMPLE_THREADS / WARP / ISSUE
+        for instructions, logits in passes:
             issue, port = instructions / WARP / ISSUE, F32 / L2_PORT
-            clocks += vocab * max(each * issue, each * port, L2_CLOCKS / (SAMPLE_THREADS * loads))
+            clocks += vocab * max(each * issue, each * port, L2_CLOCKS / (SAMPLE_THREADS * logits))
         return waves * clocks / CLOCK
 
     def step(self, rates, batch, context, fp8=False):

@@ -14,7 +14,7 @@ NEEDS = {
     "baton_attention_decode_bf16_128": {"registers": 167, "shared": 19456, "dynamic": 0, "threads": 128},
     "baton_attention_hopper_bf16_128": {"registers": 168, "shared": 0, "dynamic": 164864, "threads": 384},
     "baton_attention_hopper_bf16_64": {"registers": 168, "shared": 0, "dynamic": 148480, "threads": 384},
-    "baton_sample": {"registers": 56, "shared": 17408, "dynamic": 0, "threads": 512},
+    "baton_sample": {"registers": 128, "shared": 33736, "dynamic": 0, "threads": 512},
 }
 OF = Model(NEEDS)
 
@@ -80,12 +80,12 @@ class TimesTest(unittest.TestCase):
         self.assertGreater(OF.hopper(PEAK, 512), 1.9 * 4 * 32 * 128 * 512 * 513 / 2 / PEAK.bf16)
 
     def test_sampling_takes_as_long_for_64_rows_as_for_one(self):
-        for how, passes in model.SAMPLING.items():
+        for how, (passes, _) in model.SAMPLING.items():
             self.assertEqual(OF.sample(1, how), OF.sample(64, how))
             self.assertGreater(OF.sample(256, how), 0.99 * OF.sample(132, how))
             self.assertGreater(OF.sample(528, how), 1.9 * OF.sample(132, how))
-            self.assertGreater(OF.sample(1, how), len(passes) * 4 * model.VOCAB / model.L2_PORT / model.CLOCK)
-        self.assertEqual([len(passes) for passes in model.SAMPLING.values()], [1, 3, 16])
+            self.assertGreaterEqual(OF.sample(1, how), 0.9999 * len(passes) * 4 * model.VOCAB / model.L2_PORT / model.CLOCK)
+        self.assertEqual([len(passes) for passes, _ in model.SAMPLING.values()], [1, 2, 3, 3])
 
     def test_a_step_is_never_faster_than_its_floor(self):
         for rates in (PEAK, ATTAINABLE):

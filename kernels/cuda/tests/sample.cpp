@@ -6,6 +6,7 @@
 #include "harness.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace test {
@@ -174,6 +175,65 @@ TEST(filters_keep_exactly_what_they_should) {
     CHECK(seen(drawn(0, 0, 1.0f, 4, 0.999f)) == 0b1010, "nor after filters");
 }
 
+/// Rows of one vocabulary with all kinds of filters, against the sampler that sorts.
+static void compare(const char* what, u32 vocab, const std::function<float(u32 row, u32 id)>& logit, float temperature = 1.0f) {
+    std::vector<SampleRow> rows;
+    for (u32 i = 0; i < (quick ? 1u : 3u); i++) {
+        u64 seed = 1000 * vocab + i;
+        rows.push_back(drawn(seed, i, temperature));
+        rows.push_back(drawn(seed, i, temperature, 1 + vocab / 3));
+        rows.push_back(drawn(seed, i, temperature, 2));
+        rows.push_back(drawn(seed, i, temperature, 0, 0.77f));
+        rows.push_back(drawn(seed, i, temperature, vocab - vocab / 5, 0.93f, 0.04f));
+    }
+    std::vector<float> logits;
+    for (u32 r = 0; r < rows.size(); r++) {
+        for (u32 id = 0; id < vocab; id++) logits.push_back(logit(r, id));
+    }
+    std::vector<Sampled> out = sample(logits, rows);
+    for (u32 r = 0; r < rows.size(); r++) {
+        i64 want = reference(&logits[static_cast<u64>(r) * vocab], vocab, rows[r]);
+        CHECK(want < 0 || out[r].id == want, "%s, row %u of %u: %u, not %lld", what, r, vocab, out[r].id, want);
+    }
+}
+
+TEST(a_sampler_draws_from_crowded_and_from_sparse_vocabularies) {
+    Random random{37};
+    for (u32 vocab : {3u, 30u, 513u, 4099u}) {
+        if (quick && vocab == 4099) continue;
+        compare("all equal", vocab, [](u32, u32) { return 1.5f; });
+        compare("all close", vocab, [&](u32, u32) { return 3.0f + static_cast<float>(random.uniform()) / 128; });
+        compare("two values", vocab, [&](u32 r, u32 id) { return (id + r) % 3 == 0 ? 2.0f : 1.0f; });
+        compare("ties far apart", vocab, [&](u32 r, u32 id) { return id % (vocab / 3) == r % 2 ? 5.0f : static_cast<float>(id % 7) / 8; });
+        compare("nearly all forbidden", vocab, [&](u32, u32 id) { return id % (1 + vocab / 3) == 1 ? 0.25f * static_cast<float>(id % 5) : -INFINITY; });
+        // Many steps with few each: more lie above the target's than have room.
+        compare("flat", vocab, [&](u32, u32) { return static_cast<float>(8 * random.uniform()); }, 16.0f);
+        // Everything far below the largest.
+        compare("far apart", vocab, [&](u32, u32 id) { return id == vocab / 2 ? 90.0f : static_cast<float>(-3 * random.uniform()); });
+    }
+}
+
+TEST(a_sampler_sums_large_weights_without_losing_a_carry) {
+    // Sums of one step pass 2^32 many times; a lost one would move the draw.
+    for (u32 vocab : {900u, 20011u}) {
+        if (quick && vocab == 20011) continue;
+        compare("large weights", vocab, [](u32 r, u32 id) { return -0.1f * static_cast<float>((id + r) % 11) - 1e-4f * static_cast<float>(id % 5); });
+    }
+}
+
+TEST(a_sampler_passes_over_what_is_not_a_number) {
+    std::vector<float> logits = {1.0f, 2.0f, NAN, 3.0f, 0.0f, -NAN, 2.5f};
+    // The first of the order is no number and has no weight; with two candidates the likeliest is left.
+    for (u64 seed = 0; seed < 4; seed++) CHECK(sample(logits, {drawn(seed, 0, 1.0f, 2)})[0].id == 3, "seed %llu", seed);
+    logits[2] = -NAN;
+    for (u64 seed = 0; seed < 4; seed++) {
+        u32 id = sample(logits, {drawn(seed, 0, 4.0f, 2)})[0].id;
+        CHECK(id == 3 || id == 6, "seed %llu: %u", seed, id);
+    }
+    CHECK(sample({INFINITY, 1.0f, INFINITY}, {drawn(1, 1, 1.0f, 2)})[0].id == 0, "nothing has a weight");
+    CHECK(sample({-INFINITY, -INFINITY}, {drawn(1, 1)})[0].id == 0, "all forbidden");
+}
+
 TEST(a_draw_is_a_function_of_its_row_alone) {
     Random random{23};
     u32 vocab = 300;
@@ -197,8 +257,11 @@ static u64 digest(const std::vector<float>& values) {
 
 TEST(log_probabilities_are_the_models_own) {
     Random random{29};
-    for (u32 vocab : {5u, 64u, 1501u}) {
-        std::vector<float> raw = random_logits(vocab, random, 2.0), logits = raw;
+    for (u32 vocab : {5u, 64u, 1501u, 1503u}) {
+        // The last ones are nearly alike: too many to gather.
+        std::vector<float> raw = random_logits(vocab, random, vocab == 1503 ? 0.01 : 2.0);
+        for (float& x : raw) x += 1.0f;
+        std::vector<float> logits = raw;
         logits[vocab - 1] += 100.0f;
         for (u32 top : {0u, 1u, 5u, 20u}) {
             SampleRow row = greedy();
