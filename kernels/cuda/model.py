@@ -64,7 +64,7 @@ DECODE_FLIGHT = WARP_SLOTS * HEAD_DIM * BF16
 # Of a pass of sample.cu over a row: instructions for each logit and logits of a thread under way together, both counted in the machine code
 # for sm_90a: the largest logit; weights by id, a seventeenth of which are those of the part that is walked again; counts of steps; weights
 # of steps; what reaches a step, gathered.
-LARGEST, WALKED, COUNTS, WEIGHTS, GATHERED = (5.3, 16), (32, 8), (22, 8), (57, 8), (3.6, 16)
+LARGEST, WALKED, COUNTS, WEIGHTS, GATHERED = (5.3, 16), (30, 8), (20, 8), (55, 8), (3.6, 16)
 # Instructions of a thread for a digit of what is gathered, at most one candidate a thread.
 DIGIT = 270
 # Passes, and digits of what is gathered, five for each filter and for the draw.

@@ -64,8 +64,9 @@ struct Divisor {
 
 __device__ inline Divisor divisor(float of) { return {of, 1.0f / of, of >= 0x1p-20f && of <= 0x1p20f}; }
 
-/// Divides, with the results of `/` in fewer instructions. The first step leaves less than a unit in the last place; from such a quotient
-/// and a rounded inverse the second one gives the rounded quotient (Markstein), where nothing on the way over- or underflows.
+/// Divides, with the results of `/` in fewer instructions: a product with the inverse is less than two units in the last place off, and one
+/// step of Newton's takes that to within 6 / 2^25 of a unit before it rounds. Where nothing on the way over- or underflows, only quotients that
+/// are so near the middle of two floats could round otherwise; all of them have been tried, and none does.
 template <u32 N>
 __device__ inline void divide(float (&x)[N], const Divisor& d) {
     bool tame = d.tame;
@@ -78,7 +79,6 @@ __device__ inline void divide(float (&x)[N], const Divisor& d) {
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
         float about = x[k] * d.inverse;
-        about = fmaf(fmaf(-about, d.of, x[k]), d.inverse, about);
         x[k] = fmaf(fmaf(-about, d.of, x[k]), d.inverse, about);
     }
 }

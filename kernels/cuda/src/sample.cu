@@ -2,9 +2,10 @@
 // The vocabulary is never sorted.
 //
 // logits: [any, vocab] f32, after penalties, bias and mask (adjust_logits.cu, mask_logits.cu). raw: the same as the model gave them, for log
-// probabilities and their digest (digest_f32 of crates/types/src/digest.rs); may be logits. rows: [count] parameters. out: [count]. Same semantics
-// as crates/model/src/sampler.rs: candidates are ordered by (x / temperature, lower id first), the draw walks them in that order, or by id where nothing filters, and takes the first at
-// which the running weight exceeds u · total; u is a function of (seed, index) alone (I1), the same number as there.
+// probabilities and their digest (digest_f32 of crates/types/src/digest.rs); may be logits. rows: [count] parameters. out: [count]. Same
+// semantics as crates/model/src/sampler.rs: candidates are ordered by (x / temperature, lower id first); the draw walks them in that order, or
+// by id where nothing filters, and takes the first at which the running weight exceeds u · total; u is a function of (seed, index) alone
+// (I1), the same number as there.
 //
 // How: without a filter, whole parts of the row are summed, and the part where the target falls is walked again (`walk`). Top-k's last
 // candidate, top-p's last candidate and a filtered draw are each the first whose running count, or weight, in descending order exceeds a

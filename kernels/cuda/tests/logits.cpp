@@ -54,6 +54,21 @@ TEST(quotients_of_a_sampler_are_those_of_division) {
     }
 }
 
+TEST(quotients_of_a_sampler_are_rounded_as_those_of_division_where_that_is_hardest) {
+    Random random{71};
+    for (u32 i = 0; i < (quick ? 1000u : 200000u); i++) {
+        // An odd mantissa, its inverse modulo 2^32, and the odd number of 25 bits whose product with it is next to a multiple of 2^25.
+        u32 by = 0x800001u | (random.next() & 0x7fffffu), inverse = by;
+        for (u32 k = 0; k < 5; k++) inverse *= 2 - by * inverse;
+        bool over = (inverse & 0x1ffffffu) >= 1u << 24;
+        u64 middle = (over ? inverse : 0u - inverse) & 0x1ffffffu;
+        float x[1] = {static_cast<float>((middle * by + (over ? 0 : 1)) >> 25) * 0x1p-20f};
+        float of = static_cast<float>(by) * 0x1p-22f, want = x[0] / of;
+        divide(x, divisor(of));
+        CHECK(x[0] == want, "%u / %u: %a, not %a", static_cast<u32>(middle * by >> 25), by, x[0], want);
+    }
+}
+
 TEST(weights_of_a_sampler_are_whole_numbers_of_the_exponential) {
     Random random{67};
     for (u32 i = 0; i < (quick ? 1000u : 200000u); i++) {

@@ -205,7 +205,8 @@ TEST(a_sampler_draws_from_crowded_and_from_sparse_vocabularies) {
         compare("all close", vocab, [&](u32, u32) { return 3.0f + static_cast<float>(random.uniform()) / 128; });
         compare("two values", vocab, [&](u32 r, u32 id) { return (id + r) % 3 == 0 ? 2.0f : 1.0f; });
         compare("ties far apart", vocab, [&](u32 r, u32 id) { return id % (vocab / 3) == r % 2 ? 5.0f : static_cast<float>(id % 7) / 8; });
-        compare("nearly all forbidden", vocab, [&](u32, u32 id) { return id % (1 + vocab / 3) == 1 ? 0.25f * static_cast<float>(id % 5) : -INFINITY; });
+        auto few = [&](u32, u32 id) { return id % (1 + vocab / 3) == 1 ? 0.25f * static_cast<float>(id % 5) : -INFINITY; };
+        compare("nearly all forbidden", vocab, few);
         // Many steps with few each: more lie above the target's than have room.
         compare("flat", vocab, [&](u32, u32) { return static_cast<float>(8 * random.uniform()); }, 16.0f);
         // Everything far below the largest.
