@@ -48,6 +48,10 @@ impl TextStream {
 
 /// Complete characters of `pending` and `piece` together; leaves in `pending` what may still become one.
 fn take_text(pending: &mut Vec<u8>, piece: &[u8]) -> CompactString {
+    // Mostly a token is whole characters.
+    if let (true, Ok(text)) = (pending.is_empty(), std::str::from_utf8(piece)) {
+        return text.into();
+    }
     pending.extend_from_slice(piece);
     let mut text = CompactString::with_capacity(pending.len());
     let mut rest: &[u8] = pending;

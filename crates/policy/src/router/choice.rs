@@ -130,7 +130,7 @@ pub struct Sequence {
 #[derive(Clone, PartialEq, Debug)]
 pub enum Effect {
     /// Call [`crate::Fleet::place`]; answer with [`ChoiceInput::Placed`].
-    Place(Ask),
+    Place(Box<Ask>),
     /// Open a decode stream, in place of any other.
     OpenDecode {
         /// The decode worker.
@@ -464,7 +464,7 @@ impl Choice {
                 let most = self.request.limits.max_tokens.saturating_sub(emitted);
                 let NewRequest { class, handed_over, before, .. } = self.request;
                 let slo = if self.placed.is_none() { self.request.slo } else { Slo::default() };
-                self.todo.push_back(Effect::Place(Ask {
+                self.todo.push_back(Effect::Place(Box::new(Ask {
                     split,
                     handed_over,
                     decode,
@@ -475,7 +475,7 @@ impl Choice {
                     slo,
                     class,
                     before,
-                }));
+                })));
             }
             Action::OpenDecode { worker, local } => {
                 self.tokens = self.sequence_so_far();

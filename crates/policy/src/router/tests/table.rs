@@ -83,7 +83,8 @@ fn inputs() -> Vec<(&'static str, ChoiceInput)> {
 
 fn effect(effect: &Effect) -> String {
     match effect {
-        Effect::Place(Ask { split, decode, avoid, .. }) => {
+        Effect::Place(ask) => {
+            let Ask { split, decode, avoid, .. } = &**ask;
             let what = if *split { "split" } else { "local" };
             let what = decode.map_or(what.to_owned(), |d| format!("prefill for {d}"));
             let avoid: String = avoid.iter().map(|worker| format!(" but {worker}")).collect();
