@@ -15,6 +15,9 @@ use tonic::{Request, Response, Status};
 
 use crate::role::{DecodeShell, Message};
 
+/// Most tokens that a message has beside its first.
+const MOST_TOGETHER: usize = 63;
+
 pub(crate) struct DecodeNode {
     node: Node,
     engine: EngineHandle<Message>,
@@ -52,14 +55,15 @@ impl decode_server::Decode for DecodeNode {
         let (metadata, _, request) = request.into_parts();
         let sequence = request.sequence.ok_or_else(|| Status::invalid_argument("sequence is missing"))?;
         let traced = Traced::read(&metadata, "decode worker", &sequence.request_id);
+        let joins = request.takes_more;
         let start = if request.compute_here { Start::Compute } else { Start::Receive };
         let new = Box::new(self.node.new_sequence(sequence, start).await?);
-        Events::open(&self.engine, Message::Cancel, traced, |stream, accepted| Message::Generate {
-            new,
-            stream,
-            accepted,
-        })
-        .await
+        let submit = |stream, accepted| Message::Generate { new, stream, accepted };
+        let mut events = Events::open(&self.engine, Message::Cancel, traced, submit).await?;
+        if joins {
+            events.get_mut().join();
+        }
+        Ok(events)
     }
 }
 
@@ -88,6 +92,43 @@ impl Wire for DecodeNode {
             Answer::Finished(reason) => Sent::Finished(v1::Finished { reason: v1::FinishReason::from(reason).into() }),
             Answer::Failed(kind, message) => return Err(stream_status(kind, message)),
         };
-        Ok((v1::DecodeEvent { event: Some(event) }, last))
+        Ok((v1::DecodeEvent { event: Some(event), more: Vec::new() }, last))
+    }
+
+    fn join(event: &mut v1::DecodeEvent, answer: Answer) -> Option<Answer> {
+        match (&event.event, &answer) {
+            (Some(Sent::Token(first)), Answer::Token(token))
+                if token.has_only_an_id()
+                    && token.index as usize == first.index as usize + 1 + event.more.len()
+                    && event.more.len() < MOST_TOGETHER =>
+            {
+                event.more.push(token.id);
+                None
+            }
+            _ => Some(answer),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_types::{FinishReason, TokenOut};
+
+    #[test]
+    fn ids_go_with_a_token_and_nothing_else_does() {
+        let token = |index| TokenOut { index, id: 100 + index, ..TokenOut::default() };
+        let (mut first, _) = DecodeNode::event(Answer::Token(token(3))).unwrap();
+        let scored = TokenOut { logprob: Some(-1.0), ..token(4) };
+        for other in [Answer::Finished(FinishReason::Stop), Answer::Token(token(5)), Answer::Token(scored)] {
+            assert_eq!(DecodeNode::join(&mut first, other.clone()), Some(other));
+        }
+        for index in 4..4 + MOST_TOGETHER as u32 {
+            assert_eq!(DecodeNode::join(&mut first, Answer::Token(token(index))), None);
+        }
+        assert!(DecodeNode::join(&mut first, Answer::Token(token(67))).is_some(), "a message is bounded");
+        assert!(first.more.into_iter().eq(104..167));
+        let (mut started, _) = DecodeNode::event(Answer::Started(2)).unwrap();
+        assert!(DecodeNode::join(&mut started, Answer::Token(token(0))).is_some());
     }
 }

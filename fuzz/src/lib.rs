@@ -300,11 +300,11 @@ fn request_seeds() -> Vec<Vec<u8>> {
     };
     let target = target([2, 1]).encode();
     let out: v1::Token = TokenOut { index: 3, id: 9, logprob: Some(-1.5), ..TokenOut::default() }.into();
-    let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), compute_here: false };
+    let decode = v1::DecodeRequest { sequence: Some(sequence.clone()), compute_here: false, takes_more: true };
     let prefill = v1::PrefillRequest { sequence: Some(sequence), target, target_follows: false };
     let first = v1::FirstToken { token: Some(out.clone()), finish: Some(1), cached_tokens: 4 };
     let first = v1::PrefillEvent { event: Some(v1::prefill_event::Event::FirstToken(first)) };
-    let next = v1::DecodeEvent { event: Some(v1::decode_event::Event::Token(out)) };
+    let next = v1::DecodeEvent { event: Some(v1::decode_event::Event::Token(out)), more: vec![7, 300] };
     let tagged = |tag: u8, bytes: Vec<u8>| [vec![tag], bytes].concat();
     vec![
         tagged(0, prefill.encode_to_vec()),

@@ -3,8 +3,10 @@
 //! The [`Choice`] (in `baton-policy`) makes the decisions. This file owns the streams, the client's sink and the real clock.
 //! It also fixes the order in which simultaneous events are reported.
 
-use std::future::pending;
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_policy::{
@@ -13,9 +15,9 @@ use baton_policy::{
 };
 use baton_proto::v1;
 use baton_runtime::Shutdown;
-use baton_types::{ErrorKind, RequestId, SamplingParams, TokenOut, WorkerId};
-use futures::StreamExt;
+use baton_types::{ErrorKind, RequestId, SamplingParams, WorkerId};
 use tokio::sync::oneshot;
+use tokio::task::coop::poll_proceed;
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::RequestError;
@@ -145,7 +147,9 @@ impl Driver {
             }
         }
         self.trace.begins();
-        let mut choice = Choice::start(self.new_request(), now());
+        // The time of the latest event. Tokens that are ready together have one.
+        let mut now = Instant::now();
+        let mut choice = Choice::start(self.new_request(), now.into_std());
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
@@ -162,12 +166,36 @@ impl Driver {
                     self.trace.failed(&error);
                     return self.sink.fail(error).await;
                 }
-                Some(effect) => match self.perform(effect).await {
-                    Some(input) => input,
-                    None => continue,
-                },
+                Some(Effect::Emit(token)) => {
+                    if !self.sink.has_turn() {
+                        self.sink.turn().await;
+                        now = Instant::now();
+                    }
+                    self.forecast.token(now);
+                    self.trace.token(now);
+                    ChoiceInput::Taken(self.sink.token(token, now))
+                }
+                Some(Effect::EmitScored(tokens)) => {
+                    self.sink.scored(tokens);
+                    let instead = self.given().await;
+                    now = Instant::now();
+                    instead.unwrap_or(ChoiceInput::Taken(Taken::Sent))
+                }
+                Some(effect) => {
+                    let Some(input) = self.perform(effect) else { continue };
+                    now = Instant::now();
+                    input
+                }
+                // What came together is sent together.
+                None if self.sink.is_to_send(self.decode.as_ref().is_some_and(Leg::has_more)) => {
+                    let Some(input) = self.given().await else { continue };
+                    now = Instant::now();
+                    input
+                }
                 None => {
-                    let input = self.happens(choice.next_wake()).await;
+                    let wake = choice.next_wake().map(Instant::from_std);
+                    let (input, at) = poll_fn(|cx| self.happens(wake, cx)).await;
+                    now = at;
                     // The decode worker knows first, and its word is not behind a prefill worker's long step.
                     let decode = self.decode.as_mut().and_then(Leg::take_transferred);
                     let prefill = self.prefill.as_mut().and_then(Leg::take_transferred);
@@ -175,7 +203,7 @@ impl Driver {
                     input
                 }
             };
-            choice.feed(input, now());
+            choice.feed(input, now.into_std());
         }
     }
 
@@ -212,7 +240,7 @@ impl Driver {
         };
         let (prompt, names, root) = (Arc::clone(prompt), Arc::clone(names), *root);
         let (deadline, patience, block_size) = (deadline.into_std(), *patience, *block_size);
-        let left = deadline.saturating_duration_since(now());
+        let left = deadline.saturating_duration_since(Instant::now().into_std());
         let slo = slo.map(|slo| Slo { deadline: Some(left), ..self.waited.of_slo(slo) }).unwrap_or_default();
         let scored = sampling.prompt_logprobs.is_some();
         NewRequest {
@@ -232,7 +260,7 @@ impl Driver {
     }
 
     /// Performs one effect. Returns its result, for effects that have one at once.
-    async fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
+    fn perform(&mut self, effect: Effect) -> Option<ChoiceInput> {
         match effect {
             Effect::Place(ask) => {
                 let outcome = self.workers.place(&ask, &self.job.request_id, self.unplaced);
@@ -253,7 +281,7 @@ impl Driver {
                 self.forecast.opens(worker);
                 let span = self.trace.opens_decode(worker, local);
                 let sequence = Some(self.sequence(sequence));
-                let request = v1::DecodeRequest { sequence, compute_here: local };
+                let request = v1::DecodeRequest { sequence, compute_here: local, takes_more: true };
                 let fetch = if local { self.fetch_to(worker) } else { None };
                 self.decode = Some(open_decode(self.workers.link(worker), traced(request, span), fetch));
             }
@@ -273,8 +301,6 @@ impl Driver {
                     let _ = follows.send(target);
                 }
             }
-            Effect::Emit(token) => return Some(self.emit(token).await),
-            Effect::EmitScored(tokens) => return Some(self.emit_scored(tokens).await),
             Effect::DropDecode => self.decode = None,
             Effect::DropPrefill => (self.prefill, self.target) = (None, None),
             Effect::Recovering { leg, cause } => {
@@ -295,8 +321,8 @@ impl Driver {
                 self.workers.recall(self.job.standing.tenant, prompt, &names, prefix);
                 self.workers.keep(names, prefix);
             }
-            // The last effects. `run` performs them.
-            Effect::Finish { .. } | Effect::Fail(_) => {}
+            // `run` performs these.
+            Effect::Emit(_) | Effect::EmitScored(_) | Effect::Finish { .. } | Effect::Fail(_) => {}
         }
         None
     }
@@ -322,29 +348,43 @@ impl Driver {
         self.fetch.as_ref().filter(|(to, _)| *to == worker).map(|(_, begins)| begins.clone())
     }
 
-    async fn emit(&mut self, token: TokenOut) -> ChoiceInput {
-        let Driver { sink, job, shutdown, forecast, trace, .. } = self;
-        sink.turn().await;
-        let now = Instant::now();
-        forecast.token(now);
-        trace.token(now);
-        given(sink.token(token), job.deadline, shutdown).await
-    }
-
-    async fn emit_scored(&mut self, tokens: Vec<TokenOut>) -> ChoiceInput {
+    /// Sends the client what is to be sent, and waits until there is room for it. Returns what happens instead.
+    async fn given(&mut self) -> Option<ChoiceInput> {
+        let parcel = match self.sink.send() {
+            Ok(Taken::Sent) => return None,
+            Ok(taken) => return Some(ChoiceInput::Taken(taken)),
+            Err(parcel) => parcel,
+        };
         let Driver { sink, job, shutdown, .. } = self;
-        given(sink.scored(tokens), job.deadline, shutdown).await
+        Some(tokio::select! {
+            biased;
+            taken = sink.wait(parcel) => ChoiceInput::Taken(taken),
+            () = sleep_until(job.deadline) => ChoiceInput::Wake,
+            () = shutdown.forced() => ChoiceInput::Stopping,
+        })
     }
 
-    /// Waits for the next outside event. Of events that are ready together, the first in this order is taken.
-    async fn happens(&mut self, wake: Option<std::time::Instant>) -> ChoiceInput {
-        tokio::select! {
-            biased;
-            end = &mut self.broken_off => end,
+    /// The next outside event, and when. Of events that are ready together, the first in this order is taken.
+    fn happens(&mut self, wake: Option<Instant>, cx: &mut Context<'_>) -> Poll<(ChoiceInput, Instant)> {
+        let budget = ready!(poll_proceed(cx));
+        let now = Instant::now();
+        let said = match Pin::new(&mut self.broken_off).poll(cx) {
+            Poll::Ready(end) => Poll::Ready(end),
             // Prefill before decode: the decode stream may be ahead by as much as the sockets hold.
-            said = next(&mut self.prefill) => said,
-            () = self.alarm.rings(wake.map(Instant::from_std)) => ChoiceInput::Wake,
-            said = next(&mut self.decode) => said,
+            Poll::Pending => match next(&mut self.prefill, cx) {
+                Poll::Ready(said) => Poll::Ready(said),
+                Poll::Pending if wake.is_some_and(|wake| wake <= now) => Poll::Ready(ChoiceInput::Wake),
+                Poll::Pending => next(&mut self.decode, cx),
+            },
+        };
+        match (said, wake) {
+            (Poll::Ready(said), _) => {
+                budget.made_progress();
+                Poll::Ready((said, now))
+            }
+            // Only who waits needs a timer.
+            (Poll::Pending, Some(wake)) => self.alarm.poll_at(wake, cx).map(|()| (ChoiceInput::Wake, Instant::now())),
+            (Poll::Pending, None) => Poll::Pending,
         }
     }
 
@@ -369,29 +409,12 @@ impl Driver {
     }
 }
 
-/// The outcome of giving something to the client.
-async fn given(taking: impl Future<Output = Taken>, deadline: Instant, shutdown: &Shutdown) -> ChoiceInput {
-    tokio::select! {
-        // First, so that a client that keeps up costs no timer.
-        biased;
-        taken = taking => ChoiceInput::Taken(taken),
-        () = sleep_until(deadline) => ChoiceInput::Wake,
-        () = shutdown.forced() => ChoiceInput::Stopping,
-    }
-}
-
-/// The current time of the runtime's clock.
-fn now() -> std::time::Instant {
-    Instant::now().into_std()
-}
-
-/// The next message of a leg. Never completes when the leg has ended or is absent.
-async fn next<W: Word>(leg: &mut Option<Leg<W>>) -> ChoiceInput {
-    if let Some(running) = leg {
-        if let Some(said) = running.next().await {
-            return said;
-        }
+/// The next message of a leg. Pending when the leg has ended or is absent.
+fn next<W: Word>(leg: &mut Option<Leg<W>>, cx: &mut Context<'_>) -> Poll<ChoiceInput> {
+    let Some(running) = leg else { return Poll::Pending };
+    let said = ready!(running.poll_said(cx));
+    if said.is_none() {
         *leg = None;
     }
-    pending().await
+    said.map_or(Poll::Pending, Poll::Ready)
 }

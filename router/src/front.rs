@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use baton_policy::{Asks, BlockName, Patience, Prefixes, Slo, Targets};
 use baton_runtime::{Bytes, Shutdown};
 use baton_types::{Class, ErrorKind};
+use compact_str::CompactString;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout};
 
@@ -20,13 +21,15 @@ use crate::keys::KeyRing;
 use crate::models::{Models, Served};
 use crate::record::{Record, rejected};
 use crate::rounds::Rounds;
-use crate::sink::{Event, EventKind, Sink, Way, broken_off};
+use crate::sink::{Event, EventKind, Parcel, Piece, Sink, Way, broken_off};
 use crate::standing::Standing;
 use crate::stop::StopMatcher;
 use crate::tenant::{Pass, Tenant};
 
-/// Events that may wait for a client; a full channel holds back the workers' streams (I5).
-const EVENTS: usize = 64;
+/// Parcels that may wait for a client; a full channel holds back the workers' streams (I5).
+const PARCELS: usize = 32;
+/// Most events that go out in one write.
+const AT_ONCE: usize = 64;
 /// Longest timeout of a request, even if more is configured.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
@@ -115,7 +118,10 @@ pub(crate) struct Generation {
     pub prompts: Vec<Arc<[u32]>>,
     /// Answers per prompt; choice `c` answers prompt `c / n`.
     pub n: u32,
-    events: mpsc::Receiver<Event>,
+    parcels: mpsc::Receiver<Parcel>,
+    /// The rest of a parcel, and whose it is.
+    more: std::vec::IntoIter<(Piece, CompactString)>,
+    of: u32,
     open: Vec<bool>,
     /// Nothing of the answers is wanted.
     only_prompt: bool,
@@ -206,7 +212,7 @@ impl Front {
             Some(permit) => permit,
         };
         let slot = Slot::new(permit, pass);
-        let (out, events) = mpsc::channel(EVENTS);
+        let (out, parcels) = mpsc::channel(PARCELS);
         let mut prompts = Vec::with_capacity(planned.len());
         let failure = Arc::new(OnceLock::new());
         // Of a request, the first choice decides: the others share what is computed for it.
@@ -275,7 +281,8 @@ impl Front {
             prompts.push(plan.prompt);
         }
         let open = vec![true; choice as usize];
-        Ok(Generation { served, class, prompts, n, events, open, only_prompt, failure, slot })
+        let (more, of) = (Vec::new().into_iter(), 0);
+        Ok(Generation { served, class, prompts, n, parcels, more, of, open, only_prompt, failure, slot })
     }
 
     /// Where requests wait for their turn, for each model.
@@ -346,8 +353,11 @@ impl Generation {
         if self.ended() {
             return Poll::Ready(None);
         }
-        Poll::Ready(Some(match ready!(self.events.poll_recv(cx)) {
-            Some(event) => self.noted(event),
+        if let Some(event) = self.rest() {
+            return Poll::Ready(Some(event));
+        }
+        Poll::Ready(Some(match ready!(self.parcels.poll_recv(cx)) {
+            Some(parcel) => self.noted(parcel),
             None => {
                 self.open.clear();
                 let error = self.failure.get().cloned().unwrap_or_else(broken_off);
@@ -358,22 +368,35 @@ impl Generation {
 
     /// The next event, if it is there already.
     pub fn next_ready(&mut self) -> Option<Event> {
-        let event = (!self.ended()).then(|| self.events.try_recv().ok()).flatten()?;
-        Some(self.noted(event))
+        if self.ended() {
+            return None;
+        }
+        self.rest().or_else(|| Some(self.parcels.try_recv().ok()?).map(|parcel| self.noted(parcel)))
     }
 
     /// The events that are there already; not without end, however fast they come.
     pub fn all_ready(&mut self) -> impl Iterator<Item = Event> {
-        std::iter::from_fn(|| self.next_ready()).take(EVENTS)
+        std::iter::from_fn(|| self.next_ready()).take(AT_ONCE)
     }
 
-    fn noted(&mut self, event: Event) -> Event {
+    /// The next event of the last parcel.
+    fn rest(&mut self) -> Option<Event> {
+        let (piece, text) = self.more.next()?;
+        Some(self.wanted(Event { choice: self.of, kind: EventKind::Token { piece, text } }))
+    }
+
+    fn wanted(&self, event: Event) -> Event {
+        if self.only_prompt { event.without_answer() } else { event }
+    }
+
+    fn noted(&mut self, Parcel { event, more }: Parcel) -> Event {
+        (self.more, self.of) = (more.into_iter(), event.choice);
         match event.kind {
             EventKind::Token { .. } | EventKind::Scored(_) => {}
             EventKind::Finished { .. } => self.open[event.choice as usize] = false,
             EventKind::Failed(_) => self.open.clear(),
         }
-        if self.only_prompt { event.without_answer() } else { event }
+        self.wanted(event)
     }
 }
 

@@ -52,9 +52,8 @@ impl TokenClock {
         TokenClock { last: None, latency: histogram!(names::INTER_TOKEN_LATENCY, "class" => class) }
     }
 
-    /// Records the time since the previous token.
-    pub fn tick(&mut self) {
-        let now = Instant::now();
+    /// Records the time since the previous token, for one that came now.
+    pub fn tick(&mut self, now: Instant) {
         if let Some(last) = self.last.replace(now) {
             self.latency.record((now - last).as_secs_f64());
         }
@@ -109,15 +108,12 @@ impl Record {
         rejected(error, self.class_name());
     }
 
-    /// Counts a token that was sent to the client. The first one is recorded as the TTFT.
-    pub fn token(&self) {
+    /// Counts a token that is sent to the client now. The first one is recorded as the TTFT.
+    pub fn token(&self, now: Instant) {
         self.tokens.fetch_add(1, Ordering::Relaxed);
-        if self.first_token.get().is_none() {
-            let now = Instant::now();
-            if self.first_token.set(now).is_ok() {
-                histogram!(names::TIME_TO_FIRST_TOKEN, "class" => self.class_name())
-                    .record((now - self.received).as_secs_f64());
-            }
+        if self.first_token.get().is_none() && self.first_token.set(now).is_ok() {
+            histogram!(names::TIME_TO_FIRST_TOKEN, "class" => self.class_name())
+                .record((now - self.received).as_secs_f64());
         }
     }
 

@@ -53,12 +53,13 @@ impl Rounds {
         self.turns.add_permits(self.most.saturating_sub(self.turns.available_permits()));
     }
 
-    /// Waits for an answer's turn to send a token. `last`: the round of its last turn, 0 at first. What it has ready together it sends in one
-    /// turn.
+    /// Whether this is still the round of an answer's last turn: what it has ready together it sends in one turn.
+    pub fn has_turn(&self, last: u64) -> bool {
+        last == self.round.load(Ordering::Relaxed)
+    }
+
+    /// Waits for an answer's turn to send a token. `last`: the round of its last turn, 0 at first.
     pub async fn turn(&self, last: &mut u64) {
-        if *last == self.round.load(Ordering::Relaxed) {
-            return;
-        }
         // It is never closed.
         if let Ok(turn) = self.turns.acquire().await {
             turn.forget();
@@ -88,7 +89,9 @@ mod tests {
         tokio::spawn(async move {
             let mut last = 0;
             for _ in 0..tokens {
-                rounds.turn(&mut last).await;
+                if !rounds.has_turn(last) {
+                    rounds.turn(&mut last).await;
+                }
                 log.lock().unwrap().push(Some(number));
             }
         })

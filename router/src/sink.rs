@@ -78,6 +78,16 @@ pub(crate) enum EventKind {
     Failed(RequestError),
 }
 
+/// An event on its way to the client, and the tokens that follow it and were ready with it.
+#[derive(Debug)]
+pub(crate) struct Parcel {
+    pub event: Event,
+    pub more: Vec<(Piece, CompactString)>,
+}
+
+/// Tokens that travel in one parcel: it bounds what waits for a client.
+const TOGETHER: usize = 8;
+
 /// A token and its place in the answer's text.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Piece {
@@ -102,7 +112,7 @@ pub(crate) struct Way {
     /// Number of prompt tokens, for the usage.
     pub prompt_tokens: u32,
     /// Where events go.
-    pub out: mpsc::Sender<Event>,
+    pub out: mpsc::Sender<Parcel>,
     /// Longest time that an event waits for the client to read those before it.
     pub send_timeout: Duration,
     /// The request's place among those in progress.
@@ -125,6 +135,8 @@ pub(crate) struct Sink {
     round: u64,
     /// Its room at the workers, if it waited for its turn.
     turn: Option<Turn>,
+    /// Tokens that are sent next.
+    held: Option<Parcel>,
     tokens: u32,
     /// Tokens that are charged to the tenant, and told to the gate.
     charged: u32,
@@ -140,7 +152,8 @@ impl Sink {
     pub fn new(way: Way) -> Sink {
         let clock = TokenClock::new(way.record.class_name());
         let (tokens, charged, chars, round) = (0, 0, 0, 0);
-        Sink { way, clock, round, turn: None, tokens, charged, chars, stopped: false, ended: false, stalled: false }
+        let (turn, held) = (None, None);
+        Sink { way, clock, round, turn, held, tokens, charged, chars, stopped: false, ended: false, stalled: false }
     }
 
     /// Index of the choice.
@@ -164,15 +177,18 @@ impl Sink {
         async move { out.closed().await }
     }
 
-    /// Waits for the next token's turn to be sent. It is short, whatever clients do, so that it needs no limit of time.
-    pub async fn turn(&mut self) {
-        if self.tokens > 0 && !self.stopped {
-            self.way.rounds.turn(&mut self.round).await;
-        }
+    /// Whether the next token may be sent now.
+    pub fn has_turn(&self) -> bool {
+        self.tokens == 0 || self.stopped || self.way.rounds.has_turn(self.round)
     }
 
-    /// Sends a token to the client. Tokens after a matched stop string are dropped.
-    pub async fn token(&mut self, token: TokenOut) -> Taken {
+    /// Waits for the next token's turn to be sent. It is short, whatever clients do, so that it needs no limit of time.
+    pub async fn turn(&mut self) {
+        self.way.rounds.turn(&mut self.round).await;
+    }
+
+    /// Takes a token that came now. It is sent by the next [`Sink::send`]. Tokens after a matched stop string are dropped.
+    pub fn token(&mut self, token: TokenOut, now: Instant) -> Taken {
         if self.stopped {
             return Taken::Sent;
         }
@@ -190,20 +206,27 @@ impl Sink {
             false => self.way.stop.push(text),
         };
         self.stopped = released.stopped;
-        self.way.record.token();
-        self.clock.tick();
-        if !self.send(EventKind::Token { piece, text: released.text }).await {
-            return Taken::ClientGone;
+        self.way.record.token(now);
+        self.clock.tick(now);
+        match &mut self.held {
+            Some(held) => held.more.push((piece, released.text)),
+            None => self.hold(EventKind::Token { piece, text: released.text }),
         }
         if self.stopped { Taken::StopMatched } else { Taken::Sent }
     }
 
-    /// Sends tokens of the prompt with their log probabilities.
-    pub async fn scored(&mut self, tokens: Vec<TokenOut>) -> Taken {
-        match self.send(EventKind::Scored(tokens)).await {
-            true => Taken::Sent,
-            false => Taken::ClientGone,
-        }
+    /// Takes tokens of the prompt with their log probabilities. They come before all others.
+    pub fn scored(&mut self, tokens: Vec<TokenOut>) {
+        self.hold(EventKind::Scored(tokens));
+    }
+
+    /// Whether something is to be sent. `more`: what comes next came together with it, and can be sent with it.
+    pub fn is_to_send(&self, more: bool) -> bool {
+        self.held.as_ref().is_some_and(|held| !more || held.more.len() + 1 >= TOGETHER)
+    }
+
+    fn hold(&mut self, kind: EventKind) {
+        self.held = Some(Parcel { event: Event { choice: self.way.choice, kind }, more: Vec::new() });
     }
 
     /// The workers are done with it, however long its client takes to read.
@@ -237,8 +260,8 @@ impl Sink {
         };
         self.ended = true;
         self.way.record.finished(reason, usage);
-        let finished = EventKind::Finished { reason, text, usage };
-        if !self.stalled && timeout_at(deadline, self.send(finished)).await.is_err() {
+        if !self.stalled && timeout_at(deadline, self.last(EventKind::Finished { reason, text, usage })).await.is_err()
+        {
             let late = "the client did not read its answer before the deadline";
             let _ = self.way.failure.set(RequestError::new(ErrorKind::DeadlineExceeded, late));
         }
@@ -251,19 +274,37 @@ impl Sink {
         self.way.record.failed(&error);
         // A client that is too far behind for the event gets this failure when the channel ends.
         let _ = self.way.failure.set(error.clone());
-        let _ = timeout(FAIL_GRACE, self.send(EventKind::Failed(error))).await;
+        let _ = timeout(FAIL_GRACE, self.last(EventKind::Failed(error))).await;
     }
 
-    /// Sends an event. False when nobody reads any more: the client is gone, or has read nothing for too long. Such a client may still read
-    /// what was sent, but its request is over.
-    async fn send(&mut self, kind: EventKind) -> bool {
-        let event = match self.way.out.try_send(Event { choice: self.way.choice, kind }) {
-            Ok(()) => return true,
-            Err(TrySendError::Closed(_)) => return false,
-            Err(TrySendError::Full(event)) => event,
-        };
-        match timeout(self.way.send_timeout, self.way.out.send(event)).await {
-            Ok(sent) => sent.is_ok(),
+    /// Sends what is held, and then the last event.
+    async fn last(&mut self, kind: EventKind) {
+        for last in [None, Some(kind)] {
+            last.into_iter().for_each(|kind| self.hold(kind));
+            if let Err(parcel) = self.send() {
+                self.wait(parcel).await;
+            }
+            if self.stalled {
+                return;
+            }
+        }
+    }
+
+    /// Sends what is held; returns it if there is no room for it yet.
+    pub fn send(&mut self) -> Result<Taken, Parcel> {
+        let Some(parcel) = self.held.take() else { return Ok(Taken::Sent) };
+        match self.way.out.try_send(parcel) {
+            Ok(()) => Ok(Taken::Sent),
+            Err(TrySendError::Closed(_)) => Ok(Taken::ClientGone),
+            Err(TrySendError::Full(parcel)) => Err(parcel),
+        }
+    }
+
+    /// Sends it once there is room. A client that reads nothing for too long counts as gone: it may still read what was sent, but its request is
+    /// over.
+    pub async fn wait(&mut self, parcel: Parcel) -> Taken {
+        match timeout(self.way.send_timeout, self.way.out.send(parcel)).await {
+            Ok(sent) => sent.map_or(Taken::ClientGone, |()| Taken::Sent),
             Err(_) => {
                 let limit = format_duration(self.way.send_timeout);
                 let stalled = format!("the client read nothing of its answer for {limit} (--send-timeout)");
@@ -273,7 +314,7 @@ impl Sink {
                 let _ = self.way.failure.set(error);
                 self.way.slot.give_back();
                 self.stalled = true;
-                false
+                Taken::ClientGone
             }
         }
     }
@@ -285,7 +326,9 @@ impl Drop for Sink {
         if !self.ended {
             // Only a defect, or the end of the process, drops a driver before its end. The client still gets an error.
             let _ = self.way.failure.set(broken_off());
-            let _ = self.way.out.try_send(Event { choice: self.way.choice, kind: EventKind::Failed(broken_off()) });
+            let _ = self.send();
+            self.hold(EventKind::Failed(broken_off()));
+            let _ = self.send();
         }
     }
 }

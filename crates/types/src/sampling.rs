@@ -179,6 +179,14 @@ pub struct TokenOut {
     pub failed: Option<String>,
 }
 
+impl TokenOut {
+    /// Whether nothing is known of it but its id and its number.
+    pub fn has_only_an_id(&self) -> bool {
+        let TokenOut { index: _, id: _, logprob, top, logits_digest, failed } = self;
+        logprob.is_none() && top.is_empty() && logits_digest.is_none() && failed.is_none()
+    }
+}
+
 /// Why a sequence ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

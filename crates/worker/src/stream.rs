@@ -117,7 +117,7 @@ impl<I, C> Streams<I, C> {
 /// How a role's items become messages on the wire.
 pub trait Wire: 'static {
     /// An item of the role.
-    type Item: Send + 'static;
+    type Item: Send + Unpin + 'static;
     /// The message on the wire.
     type Event: Send + 'static;
     /// Converts an item into a message, and tells whether it is the last. An error status is always the last.
@@ -126,11 +126,19 @@ pub trait Wire: 'static {
     fn moment(_: &Self::Item) -> Moment {
         Moment::Other
     }
+    /// Adds an item to a message, if both may travel together; returns it if not.
+    fn join(_: &mut Self::Event, item: Self::Item) -> Option<Self::Item> {
+        Some(item)
+    }
 }
 
 /// A request's events. The request itself bounds the channel behind it: `max_tokens` tokens and an end.
 pub struct Events<W: Wire, C> {
     items: mpsc::UnboundedReceiver<W::Item>,
+    /// Items that are ready together may travel in one message.
+    joins: bool,
+    /// An item that could not travel with those before it.
+    next: Option<W::Item>,
     stalled: Pin<Box<WaitForCancellationFutureOwned>>,
     ended: bool,
     guard: Guard<C>,
@@ -142,6 +150,11 @@ impl<W: Wire, C> Events<W, C> {
     /// The request's sequence.
     pub fn seq(&self) -> SeqId {
         self.guard.seq
+    }
+
+    /// From now on, items that are ready together may travel in one message.
+    pub fn join(&mut self) {
+        self.joins = true;
     }
 
     /// Sends the command made by `submit` and waits until the engine accepts or refuses the sequence, or stands still.
@@ -177,7 +190,7 @@ impl<W: Wire, C> Events<W, C> {
         }
         let (items, guard) = asked?;
         let stalled = Box::pin(engine.stall().told());
-        Ok(Response::new(Events { items, stalled, ended: false, guard, spans }))
+        Ok(Response::new(Events { items, joins: false, next: None, stalled, ended: false, guard, spans }))
     }
 
     /// The items of a sequence that the engine has accepted, and what cancels it.
@@ -215,6 +228,30 @@ fn status_of(stall: &Stall) -> Status {
     stall.get().map_or_else(stopped, |stalled| baton_proto::status_of(stalled))
 }
 
+impl<W: Wire, C> Events<W, C> {
+    /// The message of an item, and of those that are there already and may travel with it.
+    fn event(&mut self, item: W::Item) -> Result<(W::Event, bool), Status> {
+        self.happens(W::moment(&item));
+        let (mut event, last) = W::event(item)?;
+        while self.joins && !last && self.next.is_none() {
+            let Ok(item) = self.items.try_recv() else { break };
+            let moment = W::moment(&item);
+            self.next = W::join(&mut event, item);
+            if self.next.is_none() {
+                self.happens(moment);
+            }
+        }
+        Ok((event, last))
+    }
+
+    /// An item leaves the worker.
+    fn happens(&mut self, moment: Moment) {
+        if let Some(spans) = &mut self.spans {
+            spans.happens(moment);
+        }
+    }
+}
+
 impl<W: Wire, C> Stream for Events<W, C> {
     type Item = Result<W::Event, Status>;
 
@@ -222,13 +259,9 @@ impl<W: Wire, C> Stream for Events<W, C> {
         if self.ended {
             return Poll::Ready(None);
         }
-        let event = match self.items.poll_recv(context) {
-            Poll::Ready(Some(item)) => {
-                if let Some(spans) = &mut self.spans {
-                    spans.happens(W::moment(&item));
-                }
-                W::event(item)
-            }
+        let next = self.next.take();
+        let event = match next.map_or_else(|| self.items.poll_recv(context), |item| Poll::Ready(Some(item))) {
+            Poll::Ready(Some(item)) => self.event(item),
             Poll::Ready(None) => Err(stopped()),
             Poll::Pending => {
                 std::task::ready!(self.stalled.as_mut().poll(context));
@@ -436,6 +469,56 @@ mod tests {
         match next(told) {
             Did::Submitted(Some(seq)) => seq,
             other => panic!("{other:?}"),
+        }
+    }
+
+    /// Numbers, of which even ones may travel together.
+    struct Numbers;
+
+    impl Wire for Numbers {
+        type Item = u32;
+        type Event = Vec<u32>;
+
+        fn event(item: u32) -> Result<(Vec<u32>, bool), Status> {
+            Ok((vec![item], item == 9))
+        }
+
+        fn join(event: &mut Vec<u32>, item: u32) -> Option<u32> {
+            if event[0] % 2 == 0 && item % 2 == 0 {
+                event.push(item);
+                return None;
+            }
+            Some(item)
+        }
+    }
+
+    #[test]
+    fn what_is_ready_together_travels_together_if_it_may() {
+        let (engine, _told) = engine();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        for (joins, want) in [
+            (true, vec![vec![2, 4], vec![5], vec![7], vec![6, 8], vec![9]]),
+            (false, [2, 4, 5, 7, 6, 8, 9].map(|n| vec![n]).to_vec()),
+        ] {
+            let (tell, items) = mpsc::unbounded_channel();
+            let guard = Guard { seq: SeqId(1), engine: engine.clone(), cancels: Cancels::Role(Command::Cancel) };
+            let stalled = Box::pin(engine.stall().told());
+            let mut events =
+                Events::<Numbers, _> { items, joins: false, next: None, stalled, ended: false, guard, spans: None };
+            if joins {
+                events.join();
+            }
+            for item in [2, 4, 5, 7, 6, 8] {
+                tell.send(item).unwrap();
+            }
+            let mut got = Vec::new();
+            for _ in 1..want.len() {
+                got.push(runtime.block_on(events.next()).unwrap().unwrap());
+            }
+            tell.send(9).unwrap();
+            got.push(runtime.block_on(events.next()).unwrap().unwrap());
+            assert_eq!(got, want);
+            assert!(runtime.block_on(events.next()).is_none());
         }
     }
 

@@ -104,7 +104,7 @@ impl v1::decode_server::Decode for Worker {
         let request = request.into_inner();
         let (mut next, end) = range(&request.sequence.unwrap());
         let (world, steps) = (self.world.clone(), self.steps.clone());
-        let event = |event| Ok(v1::DecodeEvent { event: Some(event) });
+        let event = |event| Ok(v1::DecodeEvent { event: Some(event), more: Vec::new() });
         let stream = async_stream::stream! {
             if request.compute_here {
                 yield event(DecodeEvent::Started(v1::Started::default()));
@@ -119,9 +119,10 @@ impl v1::decode_server::Decode for Worker {
             }
             next += 1;
             let mut ready = steps.add(next..end);
-            while let Some(indices) = ready.recv().await {
-                for index in indices {
-                    yield event(DecodeEvent::Token(token(index)));
+            while let Some(mut indices) = ready.recv().await {
+                while let Some(index) = indices.next() {
+                    let more = if request.takes_more { indices.by_ref().map(|_| TOKEN).collect() } else { Vec::new() };
+                    yield Ok(v1::DecodeEvent { event: Some(DecodeEvent::Token(token(index))), more });
                 }
             }
             yield event(DecodeEvent::Finished(v1::Finished { reason: v1::FinishReason::Length.into() }));

@@ -78,7 +78,10 @@ impl Part {
             true => self.reasoning = said.reasoning,
             false => self.reasoning += &said.reasoning,
         }
-        self.text += &said.text;
+        match self.text.is_empty() {
+            true => self.text = said.text,
+            false => self.text += &said.text,
+        }
         self.calls.extend(said.calls);
     }
 

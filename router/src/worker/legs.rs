@@ -13,9 +13,9 @@ use baton_proto::v1::decode_event::Event as DecodeEvent;
 use baton_proto::v1::prefill_client::PrefillClient;
 use baton_proto::v1::prefill_event::Event as PrefillEvent;
 use baton_runtime::traces::SpanPlace;
-use baton_types::FinishReason;
+use baton_types::{FinishReason, TokenOut};
 use futures::future::BoxFuture;
-use futures::{Stream, StreamExt, stream};
+use futures::{Stream as _, StreamExt as _, stream};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
@@ -30,6 +30,12 @@ pub(crate) trait Word: Sized {
 
     /// Reads a message; None for one that only later versions know, which is skipped.
     fn read(event: Self::Event) -> Result<Option<Self>, LegEnd>;
+
+    /// What comes together with a message.
+    type More: ExactSizeIterator<Item = Self> + Default;
+
+    /// What came together with this message.
+    fn more(event: &mut Self::Event) -> Self::More;
 
     /// What a message says of the handoff besides that it succeeded: a decode worker when the KV is verified there, a prefill worker when it has heard
     /// of that.
@@ -50,6 +56,8 @@ pub(crate) trait Word: Sized {
 /// A running leg: a stream of inputs for its choice.
 pub(crate) struct Leg<W: Word> {
     stage: Stage<W::Event>,
+    /// What came together with the last message.
+    more: W::More,
     /// What the worker said of the handoff, and when.
     transferred: Option<(Instant, v1::Transferred)>,
 }
@@ -118,7 +126,12 @@ impl<W: Word> Leg<W> {
             Ok(link) => Stage::Opening(ask(link)),
             Err(gone) => Stage::Gone(gone),
         };
-        Leg { stage, transferred: None }
+        Leg { stage, more: W::More::default(), transferred: None }
+    }
+
+    /// Whether more came together with the last message.
+    pub fn has_more(&self) -> bool {
+        self.more.len() > 0
     }
 
     /// What the worker said of the handoff that has succeeded, and when. Returned once.
@@ -128,6 +141,9 @@ impl<W: Word> Leg<W> {
 
     /// The next message; an error when there is none any more.
     fn poll_word(&mut self, cx: &mut Context<'_>) -> Poll<Result<W, LegEnd>> {
+        if let Some(word) = self.more.next() {
+            return Poll::Ready(Ok(word));
+        }
         loop {
             match &mut self.stage {
                 Stage::Gone(end) => return Poll::Ready(Err(end.clone())),
@@ -136,7 +152,7 @@ impl<W: Word> Leg<W> {
                     (Err(status), link) => return Poll::Ready(Err(link.ended(&status))),
                 },
                 Stage::Open(events, link) => {
-                    let event = match ready!(Pin::new(events).poll_next(cx)) {
+                    let mut event = match ready!(Pin::new(events).poll_next(cx)) {
                         Some(Ok(event)) => event,
                         Some(Err(status)) => return Poll::Ready(Err(link.ended(&status))),
                         None => return Poll::Ready(Err(LegEnd::Early)),
@@ -144,6 +160,7 @@ impl<W: Word> Leg<W> {
                     if let Some(told) = W::transferred(&event) {
                         self.transferred = Some((Instant::now(), told.clone()));
                     }
+                    self.more = W::more(&mut event);
                     if let Some(word) = W::read(event).transpose() {
                         return Poll::Ready(word);
                     }
@@ -152,12 +169,9 @@ impl<W: Word> Leg<W> {
             }
         }
     }
-}
 
-impl<W: Word> Stream for Leg<W> {
-    type Item = ChoiceInput;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<ChoiceInput>> {
+    /// The next message, or how the stream ended, as an input; None at the end.
+    pub fn poll_said(&mut self, cx: &mut Context<'_>) -> Poll<Option<ChoiceInput>> {
         if matches!(self.stage, Stage::Over) {
             return Poll::Ready(None);
         }
@@ -172,6 +186,16 @@ impl<W: Word> Stream for Leg<W> {
 
 impl Word for DecodeWord {
     type Event = v1::DecodeEvent;
+
+    type More = Following;
+
+    fn more(event: &mut v1::DecodeEvent) -> Following {
+        let ids = std::mem::take(&mut event.more).into_iter();
+        match &event.event {
+            Some(DecodeEvent::Token(first)) => Following { index: first.index, ids },
+            _ => Following::default(),
+        }
+    }
 
     fn transferred(event: &v1::DecodeEvent) -> Option<&v1::Transferred> {
         match &event.event {
@@ -208,8 +232,37 @@ impl Word for DecodeWord {
     }
 }
 
+/// The tokens that follow one in its message.
+#[derive(Default)]
+pub(crate) struct Following {
+    /// Of the token before.
+    index: u32,
+    ids: std::vec::IntoIter<u32>,
+}
+
+impl Iterator for Following {
+    type Item = DecodeWord;
+
+    fn next(&mut self) -> Option<DecodeWord> {
+        let id = self.ids.next()?;
+        self.index = self.index.wrapping_add(1);
+        Some(DecodeWord::Token(TokenOut { index: self.index, id, ..TokenOut::default() }))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.ids.size_hint()
+    }
+}
+
+impl ExactSizeIterator for Following {}
+
 impl Word for PrefillWord {
     type Event = v1::PrefillEvent;
+    type More = std::iter::Empty<PrefillWord>;
+
+    fn more(_: &mut v1::PrefillEvent) -> Self::More {
+        std::iter::empty()
+    }
 
     fn transferred(event: &v1::PrefillEvent) -> Option<&v1::Transferred> {
         match &event.event {

@@ -65,6 +65,18 @@ async fn decode_dies_in_mid_stream() {
     }
 }
 
+/// I4: a message with several tokens is as good as as many messages, and as bad.
+#[tokio::test]
+async fn tokens_may_come_in_one_message() {
+    for (tokens, first, recoveries) in [(4, 0, 0), (18, 0, 0), (3, 1, 1)] {
+        let cluster = Cluster::start(1, 2, ANSWER).await;
+        cluster.worker(1).decode_will([Decode::Together(tokens, first)]);
+        whole(&cluster).await;
+        assert_eq!(cluster.worker(2).asked().len(), recoveries);
+        cluster.stop().await;
+    }
+}
+
 #[tokio::test]
 async fn the_answer_goes_on_at_the_next_index() {
     let cluster = Cluster::start(1, 2, ANSWER).await;

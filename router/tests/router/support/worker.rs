@@ -52,6 +52,8 @@ pub enum Decode {
     NoKv,
     /// Repeats and skips tokens: sends the indices 0, 0, 1, 3, counted from its first.
     Muddle,
+    /// Sends so many tokens in one message, of which the first has this number, counted from its first, and then works on after them.
+    Together(usize, usize),
     /// Ends the stream without a last message.
     Vanish,
 }
@@ -335,6 +337,7 @@ impl v1::decode_server::Decode for Service {
         let request = request.into_inner();
         let plan = self.0.decode.lock().unwrap().pop_front().unwrap_or_default();
         let sequence = request.sequence.unwrap();
+        assert!(request.takes_more);
         self.0.asked.send_modify(|asked| asked.push(sequence.clone()));
         if let Decode::Refuse(status) = plan {
             return Err(status);
@@ -406,12 +409,15 @@ impl DecodeRun {
     }
 
     async fn say(&self, event: DecodeEvent) -> Result<(), Dropped> {
-        self.out.send(Ok(v1::DecodeEvent { event: Some(event) })).await.map_err(|_| Dropped)
+        self.out
+            .send(Ok(v1::DecodeEvent { event: Some(event), ..v1::DecodeEvent::default() }))
+            .await
+            .map_err(|_| Dropped)
     }
 
     async fn run(&self, local: bool) -> Result<(), Dropped> {
         // What only later versions know has to be skipped.
-        self.out.send(Ok(v1::DecodeEvent { event: None })).await.map_err(|_| Dropped)?;
+        self.out.send(Ok(v1::DecodeEvent::default())).await.map_err(|_| Dropped)?;
         let given = self.sequence.tokens.len() - self.sequence.prompt_tokens as usize;
         let mut index = given;
         if let Decode::Has(cached_tokens) = self.plan {
@@ -429,6 +435,14 @@ impl DecodeRun {
                 self.say(DecodeEvent::Token(self.shared.world.sample(&self.sequence, i).0)).await?;
             }
             return self.stall().await;
+        }
+        if let Decode::Together(tokens, first) = self.plan {
+            let numbers = index + first..index + first + tokens;
+            index = numbers.end;
+            let mut tokens = numbers.map(|number| self.shared.world.sample(&self.sequence, number).0);
+            let event = tokens.next().map(DecodeEvent::Token);
+            let more = tokens.map(|token| token.id).collect();
+            self.out.send(Ok(v1::DecodeEvent { event, more })).await.map_err(|_| Dropped)?;
         }
         for count in 0.. {
             match &self.plan {
