@@ -11,6 +11,8 @@
 //! - It waits for a leader with a later turn only while that leader has a row in every step, and for at most as many
 //!   steps in all as it has tokens.
 //!
+//! A sequence that was preempted asks for the KV that it had, where that is kept below the pool. It waits for the fetch that follows as for a leader.
+//!
 //! Sequences cannot wait in a circle either, because a leader is running or receiving its KV.
 //!
 //! A parked sequence waits until its owner lets it start, and does not block those behind it either. Its owner learns when
@@ -26,8 +28,8 @@ use std::ops::Bound;
 use baton_kv_cache::{Hit, KvError, Need};
 use baton_types::SeqId;
 
-use crate::sequence::{Leader, Parked, Phase, Sequence, Turn};
-use crate::{Engine, Event, Order, Start, StepRow, Time};
+use crate::sequence::{Kept, Leader, Parked, Phase, Sequence, Turn};
+use crate::{Engine, Event, Exchange, Order, Start, StepRow, Time};
 
 /// How long a parked sequence may wait after it was due, before those behind it become due in its place, in milliseconds: while there is something to
 /// compute, and while there is nothing.
@@ -124,8 +126,22 @@ impl Engine {
         }
         match comes_back {
             true => self.bring_back(seq, &hit, rows),
+            // Until the next plan nobody takes its room.
+            false if self.asks(seq, hit.tokens()) => Outcome::Full,
             false => self.seat(seq, start, &hit, need, events),
         }
+    }
+
+    /// Asks for what a preempted sequence had and the prefix cache has no more, once.
+    fn asks(&mut self, seq: SeqId, hit: u32) -> bool {
+        let size = self.pools.block_size();
+        let Some(s) = self.sequences.get_mut(&seq).filter(|s| s.kept == Kept::Perhaps) else { return false };
+        s.kept = Kept::Asked;
+        let Some(prefix) = s.prefix else { return false };
+        let wanted = Exchange { request_id: s.request_id.clone(), tokens: s.tokens.clone(), prefix, deadline: Time(0) };
+        let lacks = wanted.moves(size) > hit;
+        self.returning.extend(lacks.then_some(wanted));
+        lacks
     }
 
     /// How a waiting sequence would start now. An error: it waits for this leader.
@@ -325,8 +341,11 @@ impl Engine {
                 let advances = other.last_step == self.steps && sequence.waited < sequence.len();
                 !other.sealed && tables.indexed() && (earlier || advances)
             }
-            // I5: not for a fetch that began after it came. Others may follow that one, and none has to succeed.
-            Phase::Receiving(lent) if other.exchange => lent.indexed() && other.turn.seq < sequence.turn.seq,
+            // I5: not for a fetch that began after it came, but for one that it has asked for. Others may follow that one, and none has to succeed.
+            Phase::Receiving(lent) if other.exchange => {
+                let asked = sequence.kept == Kept::Asked && other.request_id == sequence.request_id;
+                lent.indexed() && (asked || other.turn.seq < sequence.turn.seq)
+            }
             Phase::Receiving(lent) => sequence.start == Start::Receive && lent.indexed() && earlier,
             Phase::Waiting | Phase::Held(_) => false,
         }

@@ -65,6 +65,8 @@ pub struct Engine {
     pub(crate) decoded_wasted: u64,
     /// Prompts and answers whose blocks an ended sequence left in the prefix cache, if somebody wants to know.
     pub(crate) ended: Option<Vec<Exchange>>,
+    /// Preempted sequences that could start again, if their KV came from there where it was kept.
+    pub(crate) returning: Vec<Exchange>,
     /// Prefixes that were fetched are among these.
     pub(crate) notes_fetched: bool,
     /// First error of a block operation that should never fail; reported by [`Engine::check`].
@@ -102,6 +104,7 @@ impl Engine {
             decoded: 0,
             decoded_wasted: 0,
             ended: None,
+            returning: Vec::new(),
             notes_fetched: false,
             defect: None,
             spare_steps: Vec::new(),
@@ -397,7 +400,8 @@ impl Engine {
         self.pools.take_changes()
     }
 
-    /// From now on notes which tokens ended sequences leave in the prefix cache, for [`Engine::take_ended`].
+    /// From now on notes which tokens sequences that end or are preempted leave in the prefix cache, for [`Engine::take_ended`]; and asks for the KV
+    /// of those that come back ([`Engine::take_returning`]).
     pub fn note_ended(&mut self) {
         self.ended.get_or_insert_default();
     }
@@ -407,10 +411,21 @@ impl Engine {
         self.notes_fetched = true;
     }
 
-    /// Passes on the tokens of sequences that ended since the last call, as far as their KV was in the prefix cache then. Some are left out when there
-    /// are many (I5). Whoever moves them sets the deadline.
+    /// Passes on the tokens of sequences that ended or were preempted since the last call, as far as their KV was in the prefix cache then. Some are
+    /// left out when there are many (I5). Whoever moves them sets the deadline.
     pub fn take_ended(&mut self) -> Vec<Exchange> {
         self.ended.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Passes on the tokens of preempted sequences that could start now, and lack KV that they had. Each is asked for once: it waits for an
+    /// [`Engine::fetch`] for its request that begins before the next plan, and is computed otherwise.
+    pub fn take_returning(&mut self) -> Vec<Exchange> {
+        std::mem::take(&mut self.returning)
+    }
+
+    /// Whether there are such sequences: the next plan may start them.
+    pub fn is_asking(&self) -> bool {
+        !self.returning.is_empty()
     }
 
     /// Names of the blocks in the prefix cache, in no order.

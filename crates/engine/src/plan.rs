@@ -28,7 +28,8 @@ use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
 
 use crate::chunk::chunk_at;
-use crate::sequence::{Doom, Phase, Sequence, Turn};
+use crate::engine::MOST_ENDED;
+use crate::sequence::{Doom, Kept, Phase, Sequence, Turn};
 use crate::share::Shares;
 use crate::{Engine, EngineConfig, Event, Order, SequenceError, Start, Step, StepRow, Time};
 
@@ -312,7 +313,8 @@ impl Engine {
     }
 
     /// Takes a sequence's blocks. It keeps its tokens and waits in its place in the queue. Later its KV comes back from
-    /// host memory, if that is cheaper, or is computed again (I1) as far as it is not in the prefix cache by then.
+    /// host memory, if that is cheaper, or from where it was kept below the pool, or is computed again (I1) as far as it is not in the prefix cache
+    /// by then.
     pub(crate) fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
@@ -320,6 +322,16 @@ impl Engine {
             let tokens = &sequence.tokens[..computed as usize];
             let indexed = self.pools.index(&mut tables, tokens, Readers::Nobody, true);
             sequence.swapped = self.host.take(&self.pools, seq, &tables, (computed, sequence.len()));
+            // Those that run may need a block each before the others are kept.
+            let spare = self.running.len() as u32 * self.pools.block_size();
+            let left = sequence.leaves(computed.saturating_sub(spare)).filter(|_| sequence.swapped.is_none());
+            if let (Some(ended), Some(left)) = (&mut self.ended, left)
+                && ended.len() < MOST_ENDED
+            {
+                sequence.names = left.prefix.root.chain(&sequence.tokens, self.pools.block_size()).collect();
+                sequence.kept = Kept::Perhaps;
+                ended.push(left);
+            }
             if let Err(error) = indexed.and_then(|()| self.pools.free(tables)) {
                 self.defect.get_or_insert(error);
             }

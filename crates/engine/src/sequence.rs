@@ -7,7 +7,7 @@ use baton_types::{Class, FinishReason, RequestId, SamplingParams, SeqId, TokenOu
 
 use crate::config::{AGED, BATCH_AGED};
 use crate::swapped::Swapped;
-use crate::{EngineError, Share, Time};
+use crate::{EngineError, Exchange, Share, Time};
 
 /// Where a sequence's KV comes from, and what happens then.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -118,7 +118,7 @@ pub(crate) struct Sequence {
     pub start: Start,
     pub deadline: Option<Time>,
     pub prefix: Option<Prefix>,
-    /// Chain hashes of the full blocks it was submitted with.
+    /// Chain hashes of the full blocks it was submitted with, or had when it was preempted.
     pub names: Vec<BlockName>,
     pub turn: Turn,
     pub tenant: u64,
@@ -127,6 +127,8 @@ pub(crate) struct Sequence {
     pub phase: Phase,
     /// Its KV in host memory: while it waits, and during the step that brings it back.
     pub swapped: Option<Swapped>,
+    /// Whether its KV may be kept elsewhere.
+    pub kept: Kept,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
     /// Its rows in steps in flight.
@@ -155,6 +157,17 @@ pub(crate) struct Sequence {
     pub parked: Option<Parked>,
     /// It only owns blocks that move from one worker's prefix cache to another's ([`crate::Exchange`]).
     pub exchange: bool,
+}
+
+/// Whether the KV of a sequence that was preempted may be kept below the pool, and is asked for before it starts again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kept {
+    /// It was not preempted, or nobody keeps what it left.
+    Nowhere,
+    /// Nobody was asked for it yet.
+    Perhaps,
+    /// It was asked for: the sequence waits for a fetch for its request.
+    Asked,
 }
 
 /// A sequence that waits to be told that it may start.
@@ -216,6 +229,7 @@ impl Sequence {
             start_tag: 0,
             phase: Phase::Waiting,
             swapped: None,
+            kept: Kept::Nowhere,
             computed: 0,
             flight: RowsInFlight::default(),
             doomed: None,
@@ -231,6 +245,12 @@ impl Sequence {
             parked: parked.then_some(Parked { due: None }),
             exchange: false,
         }
+    }
+
+    /// Its first `computed` tokens and the next, as a prefix that others may keep. None: its KV is found by nobody.
+    pub fn leaves(&self, computed: u32) -> Option<Exchange> {
+        let tokens = self.tokens.get(..=computed as usize)?.to_vec();
+        Some(Exchange { request_id: self.request_id.clone(), tokens, prefix: self.prefix?, deadline: Time(0) })
     }
 
     /// Tokens of the prompt that its first computation found in the prefix cache.

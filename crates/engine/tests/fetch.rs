@@ -40,7 +40,7 @@ fn fetch(rig: &mut Rig, prompt: u32) -> Result<SeqId, EngineError> {
 
 /// What the transfer does: writes the blocks that one worker serves into those that the other lends.
 fn write(from: &Rig, serves: SeqId, to: &mut Rig, fetches: SeqId) {
-    let (theirs, ours) = (PoolGeometry::uniform(layout(), 60), PoolGeometry::uniform(layout(), 60));
+    let [theirs, ours] = [from, &*to].map(|rig| PoolGeometry::uniform(layout(), rig.engine.counts().total / 2));
     let first = to.engine.lent_from(fetches).unwrap() as usize;
     for group in 0..theirs.layout.groups.len() {
         let sources = from.engine.tables(serves).unwrap()[group].blocks();
@@ -121,6 +121,78 @@ fn a_prompt_whose_fetch_fails_is_computed() {
     assert_eq!(to.blocks(), (0, 0, 7));
     to.engine.clear_quarantine(fetches).unwrap();
     assert!(to.engine.idle());
+}
+
+/// A sequence that was preempted, of two that a pool has no room for, once the other one has ended and nothing of it is cached any more. Returns
+/// it, what it left, and what it asks for.
+fn preempted(rig: &mut Rig) -> (SeqId, Exchange, Exchange) {
+    rig.engine.note_ended();
+    let seqs = [100, 200].map(|first| {
+        let mut new = sharing(Start::Compute, 16, 14);
+        new.tokens.iter_mut().for_each(|token| *token += first);
+        rig.engine.submit(new).unwrap()
+    });
+    while rig.engine.preemptions() == 0 {
+        rig.step();
+    }
+    let [left] = &rig.engine.take_ended()[..] else { panic!("one was preempted") };
+    let left = left.clone();
+    while rig.tokens_of(seqs[0]).len() < 14 {
+        assert!(rig.engine.take_returning().is_empty(), "there is no room for it");
+        rig.step();
+    }
+    rig.engine.clear_cache().unwrap();
+    assert_eq!(rig.step(), [], "it asks first");
+    let [wanted] = &rig.engine.take_returning()[..] else { panic!("it lacks what it had") };
+    (seqs[1], left, wanted.clone())
+}
+
+fn alone(first: u32) -> Vec<u32> {
+    let mut rig = Rig::new(LIMITS, 60);
+    let mut new = sharing(Start::Compute, 16, 14);
+    new.tokens.iter_mut().for_each(|token| *token += first);
+    let seq = rig.engine.submit(new).unwrap();
+    rig.steps(14);
+    rig.tokens_of(seq)
+}
+
+/// I1: what a preempted sequence left may be kept elsewhere; it asks for that before it is computed again, and goes on where it was.
+#[test]
+fn what_a_preempted_sequence_left_comes_back() {
+    let mut rig = Rig::new(LIMITS, 10);
+    let (seq, left, wanted) = preempted(&mut rig);
+    let had = rig.tokens_of(seq);
+    assert_eq!(wanted.tokens, [(200..216).collect(), had].concat(), "its prompt and its answer so far");
+    assert!(wanted.tokens.starts_with(&left.tokens));
+    // Two ran, and each may have taken a block before this one was kept.
+    assert_eq!((wanted.tokens.len(), left.tokens.len(), left.moves(4)), (21, 13, 12));
+    let kept = Exchange { tokens: left.tokens.clone(), deadline: Time(0).after_ms(100), ..wanted };
+    let fetches = rig.engine.fetch(kept.clone(), &mut rig.events).unwrap();
+    assert_eq!(rig.step(), [], "it waits for what it asked for");
+    let mut from = Rig::new(LIMITS, 60);
+    let computes =
+        NewSequence { tokens: left.tokens.clone(), ..sharing(Start::ComputeAndHold, left.tokens.len() as u32, 1) };
+    let computes = from.engine.submit(computes).unwrap();
+    from.step();
+    from.engine.release(computes).unwrap();
+    let serves = from.engine.serve(kept).unwrap();
+    write(&from, serves, &mut rig, fetches);
+    assert_eq!(rig.engine.fetched(fetches), Ok(12));
+    assert_eq!(rig.step(), [(seq.0, 21 - 12)]);
+    rig.steps(14);
+    assert_eq!(rig.tokens_of(seq), alone(200));
+    assert!(rig.engine.take_returning().is_empty() && rig.engine.idle());
+}
+
+/// I5: it asks once, and waits for nothing if nobody has it.
+#[test]
+fn a_preempted_sequence_of_which_nobody_keeps_anything_is_computed() {
+    let mut rig = Rig::new(LIMITS, 10);
+    let (seq, ..) = preempted(&mut rig);
+    assert_eq!(rig.step(), [(seq.0, 21)]);
+    rig.steps(14);
+    assert_eq!(rig.tokens_of(seq), alone(200));
+    assert!(rig.engine.take_returning().is_empty() && rig.engine.idle());
 }
 
 /// I5: however many prefixes that begin alike are fetched after it came, and all in vain.

@@ -7,7 +7,7 @@
 //!
 //! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]), and so does another worker that is to be served
 //! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by
-//! block, as far as the store lacks it.
+//! block, as far as the store lacks it. So is what a preempted one leaves, which is loaded before it starts again.
 
 mod held;
 
@@ -59,8 +59,10 @@ pub enum Command {
 /// What it wants done.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Effect {
-    /// A sequence has ended that leaves this prefix in the cache. Answered by [`Command::Save`], if the store lacks any of it.
+    /// A sequence has ended, or was preempted, that leaves this prefix in the cache. Answered by [`Command::Save`], if the store lacks any of it.
     Offer(Box<Prefix>),
+    /// A sequence that was preempted could start again. Answered by [`Command::Load`], if the store holds any of this.
+    Returns(Box<Prefix>),
     /// Copy the store's blocks into these, and verify them.
     Load(Box<Move>),
     /// Copy these blocks into the store.

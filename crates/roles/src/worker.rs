@@ -346,10 +346,12 @@ impl<R: RoleCore> WorkerCore<R> {
     fn go_on(&mut self, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         // Nothing is launched behind a step whose launch failed: there would be nothing to follow.
         self.waits = false;
+        let mut asked = false;
         let sound = self.lost.is_none() && self.in_flight.iter().all(|launched| launched.failed.is_none());
         if sound && self.in_flight.len() < self.depth {
             self.engine.set_pairs_per_token(self.steps.cost().pairs_per_token());
             let planned = self.engine.plan(now, &mut self.events);
+            asked = self.engine.is_asking();
             // Events of the plan (reservations, expiries) are delivered before those of the step.
             self.deliver(out);
             if let Some(step) = planned {
@@ -357,7 +359,7 @@ impl<R: RoleCore> WorkerCore<R> {
             }
         }
         let Some(launched) = self.in_flight.front() else {
-            self.waits = true;
+            self.waits = !asked;
             return;
         };
         let (step, tokens) = (launched.step.number(), launched.step.tokens());
@@ -440,6 +442,8 @@ impl<R: RoleCore> WorkerCore<R> {
         out.extend(self.tier_effects.drain(..).map(Effect::Tiers));
         out.extend(self.exchange_effects.drain(..).map(Effect::Exchange));
         out.extend(self.role_effects.drain(..).map(Effect::Role));
+        let returning = self.engine.take_returning().into_iter();
+        out.extend(returning.map(|wanted| Effect::Tiers(tiers::Effect::Returns(Box::new(wanted)))));
         // After what the end of a sequence leads to.
         out.extend(
             self.engine.take_ended().into_iter().map(|ended| Effect::Tiers(tiers::Effect::Offer(Box::new(ended)))),

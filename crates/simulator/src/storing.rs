@@ -92,6 +92,9 @@ impl World {
                 let first = first_lacking(&self.geometry.layout, names.len(), &held);
                 return Ok(first.map(|first| Command::Save(prefix, first)));
             }
+            Effect::Returns(prefix) => {
+                return Ok(self.load::<H>(place, prefix.request_id.clone(), prefix.prefix, &prefix.tokens));
+            }
             Effect::Load(what) => {
                 let alone = what.blocks.iter().enumerate().all(|(group, list)| {
                     let of = |block: &BlockId| (group, *block);

@@ -241,6 +241,7 @@ impl TiersShell {
     pub fn perform(&mut self, effect: Effect) -> Option<Command> {
         match effect {
             Effect::Offer(prefix) => return self.wants(prefix),
+            Effect::Returns(prefix) => return self.sees_prefix(&prefix),
             Effect::Load(what) => {
                 let (seq, given_up) = (what.seq, Arc::new(AtomicBool::new(false)));
                 self.loading.insert(seq, Arc::clone(&given_up));

@@ -91,6 +91,33 @@ fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result
     cluster.stop()
 }
 
+/// Two answers at once.
+fn both(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u32>>> {
+    let client = cluster.client()?;
+    let asked = [0, 1].map(|which| {
+        let client = client.clone();
+        cluster.spawn(async move { client.ask(sampled(prompt(PROMPT, which), 300, which)).await })
+    });
+    asked.into_iter().map(|answer| Ok(cluster.block_on(answer)??.ids)).collect()
+}
+
+/// A pool has no room for both answers: one is preempted, and goes on with the KV that was kept of it.
+#[test]
+fn what_a_preempted_answer_had_comes_back() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(options(model.path(), 200, None)?)?;
+    let got = both(&cluster)?;
+    ensure!(metric(&cluster, "baton_preemptions_total", "")? >= 1.0, "there was room for both");
+    let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
+    ensure!(loaded >= 128.0, "{loaded} tokens loaded");
+    cluster.stop()?;
+    let roomy = Cluster::start(options_with(2 * POOL, model.path(), 200, None)?)?;
+    let want = both(&roomy)?;
+    ensure!(metric(&roomy, "baton_preemptions_total", "")? == 0.0, "there is room for both");
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    roomy.stop()
+}
+
 /// Prompts that are asked again and again: their KV is loaded before it is asked for.
 #[test]
 fn what_is_likely_to_be_asked_soon_is_loaded_ahead_of_need() -> anyhow::Result<()> {

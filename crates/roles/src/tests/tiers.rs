@@ -1,7 +1,7 @@
 //! Blocks that move between the pool and the store: what is asked of the store's threads, and that no block is lost or reused too early.
 
 use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
-use baton_types::RequestId;
+use baton_types::{RequestId, SamplingParams};
 
 use super::rig::{BLOCK, LEASE, Rig, VOCAB, engine, geometry, request};
 use crate::exchange::{self, MOST_EXCHANGES};
@@ -111,6 +111,50 @@ fn what_an_answer_leaves_is_offered_and_held_while_it_is_saved() {
     assert_eq!((what.first, what.blocks[0].len()), (1, 1), "the store has the first block");
     assert!(!rig.core.engine().idle());
     assert_eq!(give(&mut rig, Command::Saved(what.seq)), [], "what was saved is not offered again");
+    assert!(rig.core.engine().idle());
+}
+
+/// Of two answers that the pool has no room for, one is preempted: what it leaves is offered, and asked for when there is room for it again.
+#[test]
+fn what_a_preempted_answer_leaves_is_offered_and_asked_for() {
+    let mut rig = rig();
+    for (ticket, first) in [(1, 0), (2, 20)] {
+        let params = SamplingParams { max_tokens: 20, ..SamplingParams::default() };
+        let tokens = (first..first + 16).collect();
+        let new = NewSequence { prefix: Some(Default::default()), params, tokens, ..*request(Start::Compute, 16) };
+        rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(ticket), new: Box::new(new) }));
+    }
+    while rig.core.engine().preemptions() == 0 {
+        rig.input(Input::Turn);
+    }
+    let [Effect::Offer(left)] = &std::mem::take(&mut rig.tiered)[..] else { panic!() };
+    assert_eq!((left.tokens[0], left.moves(BLOCK)), (20, 12), "two blocks less than it had");
+    let saves = give(&mut rig, Command::Save(left.clone(), 0));
+    let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
+    assert_eq!(what.blocks[0].len(), 3);
+    give(&mut rig, Command::Saved(what.seq));
+    let mut wanted = None;
+    while wanted.is_none() {
+        rig.input(Input::Turn);
+        assert!(!rig.core.waits(), "it goes on when it has asked");
+        wanted = std::mem::take(&mut rig.tiered).into_iter().find_map(|effect| match effect {
+            Effect::Returns(wanted) => Some(wanted),
+            _ => None,
+        });
+    }
+    let mut kept = *wanted.unwrap();
+    assert!(kept.tokens.starts_with(&left.tokens));
+    kept.deadline = rig.now.after_ms(500);
+    let loads = give(&mut rig, Command::Load { prefix: Box::new(kept), seconds: 0.0 });
+    let [Effect::Load(what)] = &loads[..] else { panic!("{loads:?}") };
+    rig.input(Input::Turn);
+    assert_eq!((rig.core.engine().running(), rig.core.engine().waiting()), (0, 1), "it waits for its load");
+    // The store says that it lost it: it is computed.
+    give(&mut rig, Command::Loaded(what.seq, false));
+    finish(&mut rig);
+    let tokens =
+        rig.said.iter().filter(|said| matches!(said, decode::Effect::Say(_, decode::Answer::Token(_)))).count();
+    assert_eq!(tokens, 40);
     assert!(rig.core.engine().idle());
 }
 
