@@ -6,6 +6,7 @@
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
         the first token of each, and then how the time between the tokens of another answer changes while prompts come whose prefixes are in the pool, or
         are loaded from host memory. At last the prefixes are in another process of the cluster, and come over shared memory and over TCP.
+        Before that, how long batch work that gave way to a prompt waits for its next token once that prompt is answered, without a store and with host memory.
         With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 
 target/release/baton must be built. The machine should be idle.
@@ -31,12 +32,12 @@ PAUSE = 0.2
 SECRETS, SECRET = 60, 500
 
 
-def ask(cluster, ids, tokens=2, tenant="one"):
-    """Seconds to the first token, seconds between the later ones, and tokens of the prompt that were not computed."""
+def ask(cluster, ids, tokens=2, tenant="one", times=None, **more):
+    """Seconds to the first token, seconds between the later ones, and tokens of the prompt that were not computed. `times`: gets when each token came."""
     path, body = cluster.completion(ids, tokens)
-    body |= {"stream_options": {"include_usage": True}, "cache_salt": tenant}
+    body |= {"stream_options": {"include_usage": True}, "cache_salt": tenant, **more}
     connection = http.client.HTTPConnection("127.0.0.1", cluster.port)
-    begun, times, cached = time.perf_counter(), [], None
+    begun, times, cached = time.perf_counter(), [] if times is None else times, None
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     if answer.status != 200:
@@ -109,8 +110,34 @@ def times(options, disk):
             secret(cluster, salt)
     finally:
         cluster.close()
+    if not options.brief:
+        preempted(options)
     for transport in ("shm", "tcp"):
         peers(options, transport)
+
+
+def preempted(options):
+    """How long batch work that gave way to a prompt of as many tokens waits for its next token once that prompt is answered."""
+    length, waits = options.lengths[-1], {}
+    for where, flags in (("no store", []), ("host memory", ["--kv-host", "2GiB"])):
+        cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, *flags])
+        try:
+            ask(cluster, random_ids(500, 1))
+            for round in range(options.rounds):
+                came = []
+                batch = lambda: ask(cluster, random_ids(length, 2 * round + 2), 400, times=came, service_tier="flex")
+                thread = threading.Thread(target=batch)
+                thread.start()
+                while len(came) < 100:
+                    time.sleep(0.05)
+                ask(cluster, random_ids(length, 2 * round + 3))
+                answered = time.perf_counter()
+                thread.join()
+                waits.setdefault(where, []).append(min(at for at in came if at > answered) - answered)
+        finally:
+            cluster.close()
+    told = ", ".join(f"{statistics.median(waited):.2f} s with {where}" for where, waited in waits.items())
+    print(f"{options.model}: batch work of {length} tokens that gave way goes on after {told}", flush=True)
 
 
 def secret(cluster, salt):

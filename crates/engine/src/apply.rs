@@ -107,6 +107,7 @@ impl Engine {
         }
         self.advance_turn(seq);
         self.swapped_in(seq);
+        let sealed = self.sequences.get(&seq).is_some_and(|sequence| sequence.sealed);
         self.settle(seq, token.is_some());
         let Some(mut token) = token else { return };
         if let Some(why) = token.failed.take() {
@@ -125,6 +126,9 @@ impl Engine {
             return;
         }
         events.push(Event::Token { seq, request_id: request_id.clone(), token, cached_tokens });
+        if !sealed {
+            self.keep_early(seq);
+        }
         if let Some(reason) = finish {
             self.end(seq, Doom::Free);
             events.push(Event::Finished { seq, request_id, reason, cached_tokens });

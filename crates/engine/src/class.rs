@@ -8,6 +8,7 @@
 use baton_types::{Class, SeqId};
 
 use crate::Engine;
+use crate::engine::MOST_ENDED;
 use crate::sequence::{Sequence, Turn};
 
 impl Engine {
@@ -41,6 +42,14 @@ impl Engine {
             blocks += self.sequences.get(&seq).map_or(0, |s| self.pools.blocks_for(s.len() - seating.hit.tokens()));
         }
         true
+    }
+
+    /// Has the prompt of batch work kept as soon as it is computed: when the sequence gives way, its blocks are another's at once.
+    pub(crate) fn keep_early(&mut self, seq: SeqId) {
+        let Some(sequence) = self.sequences.get(&seq).filter(|sequence| sequence.turn.is_batch()) else { return };
+        if let (Some(ended), Some(left)) = (&mut self.ended, sequence.leaves(sequence.computed)) {
+            ended.extend((ended.len() < MOST_ENDED).then_some(left));
+        }
     }
 
     /// The batch sequence that is preempted next.

@@ -3,7 +3,7 @@
 
 mod rig;
 
-use baton_engine::{EngineConfig, NewSequence, Order, Share, Start};
+use baton_engine::{EngineConfig, NewSequence, Order, Prefix, Share, Start};
 use baton_types::{Class, ErrorKind, SeqId};
 use rig::{LIMITS, Rig, first, request};
 
@@ -107,6 +107,26 @@ fn interactive_sequences_take_the_blocks_of_batch_ones() {
     assert_eq!(rig.engine.preemptions(), 3, "no more than needed");
     rig.steps(20);
     assert!(rig.engine.idle());
+}
+
+/// It loses its blocks in the same plan, so what may be kept of it is told of before: its prompt, once that is computed.
+#[test]
+fn what_batch_work_computed_is_kept_before_it_gives_way() {
+    let mut rig = Rig::new(LIMITS, 24);
+    rig.engine.note_ended();
+    let prefix = Some(Prefix { seed: 7, ..Prefix::default() });
+    let new = NewSequence { prefix, priority: BATCH.at_workers(0), ..request(Start::Compute, 50, 9) };
+    let batch = rig.engine.submit(new).unwrap();
+    assert_eq!((rig.step(), rig.engine.take_ended().len()), (vec![(batch.0, 32)], 0), "a chunk of it");
+    rig.step();
+    let [left] = &rig.engine.take_ended()[..] else { panic!("its prompt is computed") };
+    assert_eq!((left.tokens.len(), left.moves(4)), (51, 48));
+    rig.step();
+    assert!(rig.engine.take_ended().is_empty(), "once");
+    let other = interactive(&mut rig, 90, 2);
+    assert_eq!(rig.step(), [(other.0, 32)]);
+    rig.steps(4);
+    assert!(rig.engine.take_returning().iter().any(|wanted| wanted.tokens.starts_with(&left.tokens)));
 }
 
 /// Rows of a step in flight are not taken back: the next step waits for it.
