@@ -125,10 +125,10 @@ def preempted(options):
             ask(cluster, random_ids(500, 1))
             for round in range(options.rounds):
                 came = []
-                batch = lambda: ask(cluster, random_ids(length, 2 * round + 2), 400, times=came, service_tier="flex")
+                batch = lambda: ask(cluster, random_ids(length, 2 * round + 2), 150, times=came, service_tier="flex")
                 thread = threading.Thread(target=batch)
                 thread.start()
-                while len(came) < 100:
+                while thread.is_alive() and len(came) < 50:
                     time.sleep(0.05)
                 ask(cluster, random_ids(length, 2 * round + 3))
                 answered = time.perf_counter()

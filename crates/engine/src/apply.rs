@@ -126,7 +126,7 @@ impl Engine {
             return;
         }
         events.push(Event::Token { seq, request_id: request_id.clone(), token, cached_tokens });
-        if !sealed {
+        if !sealed && finish.is_none() {
             self.keep_early(seq);
         }
         if let Some(reason) = finish {

@@ -208,7 +208,9 @@ impl Engine {
         // I2: only what was verified may be shared.
         self.settle(seq, true);
         let finish = self.sequences.get_mut(&seq).and_then(|sequence| sequence.push(first));
-        self.keep_early(seq);
+        if finish.is_none() {
+            self.keep_early(seq);
+        }
         if let Some(reason) = finish
             && let Some(gone) = self.remove(seq, Doom::Free)
         {

@@ -323,12 +323,13 @@ impl Engine {
             let indexed = self.pools.index(&mut tables, tokens, Readers::Nobody, true);
             sequence.swapped = self.host.take(&self.pools, seq, &tables, (computed, sequence.len()));
             // Those that run may need a block each before the others are kept.
-            let spare = self.running.len() as u32 * self.pools.block_size();
-            let left = sequence.leaves(computed.saturating_sub(spare)).filter(|_| sequence.swapped.is_none());
-            if let (Some(ended), Some(left)) = (&mut self.ended, left)
-                && ended.len() < MOST_ENDED
+            let size = self.pools.block_size();
+            let kept = computed.saturating_sub(self.running.len() as u32 * size);
+            if sequence.swapped.is_none()
+                && let Some(ended) = self.ended.as_mut().filter(|ended| ended.len() < MOST_ENDED)
+                && let Some(left) = sequence.leaves(kept)
             {
-                sequence.names = left.prefix.root.chain(&sequence.tokens, self.pools.block_size()).collect();
+                sequence.names = left.prefix.root.chain(&sequence.tokens, size).collect();
                 sequence.kept = Kept::Perhaps;
                 ended.push(left);
             }
