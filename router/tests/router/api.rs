@@ -148,6 +148,22 @@ async fn stop_strings_over_tokens_are_cut_off_and_cancel_the_worker() {
     cluster.stop().await;
 }
 
+/// The same when the tokens come in one message: what follows in it is dropped, and so is what a worker sends beyond the limit.
+#[tokio::test]
+async fn an_answer_ends_within_a_message_of_many_tokens() {
+    let cluster = Cluster::start(1, 1, "one two\n\nUser: three").await;
+    cluster.worker(1).decode_will(vec![Decode::Together(19, 0); 3]);
+    let fields = json!({"stop": ["\n\nUser:"], "return_token_ids": true});
+    let body = cluster.complete(fields.clone()).await;
+    assert_eq!((text(&body), &body["choices"][0]["finish_reason"]), ("one two", &json!("stop")));
+    assert_eq!(body["choices"][0]["token_ids"], json!(bytes("one two\n\nUser:")));
+    let chunks = cluster.stream(TEXT, support::merged(json!({"prompt": "hi", "max_tokens": 50}), fields)).await;
+    assert_eq!(streamed(&chunks, 0), "one two");
+    let body = cluster.complete(json!({"max_tokens": 9, "return_token_ids": true})).await;
+    assert_eq!((text(&body), &body["choices"][0]["finish_reason"]), ("one two\n\n", &json!("length")));
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn stop_tokens_end_the_answer_without_being_in_its_text() {
     let cluster = Cluster::start(1, 1, "abcdef").await;
