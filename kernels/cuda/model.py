@@ -53,7 +53,7 @@ LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 4096, 14336, 32, 8
 MATRICES = [(HIDDEN + 2 * KV_HEADS * HEAD_DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)]
 F32, BF16 = 4, 2
 
-# Of the kernels' launches: positions of a split (kernels/src/cuda/batch.rs); (row, head) pairs of a thread block, slots of a turn
+# Of the kernels' launches: positions of a split (kernels/src/cuda/splits.rs); (row, head) pairs of a thread block, slots of a turn
 # (attention_hopper.cu); pairs of a warp, slots of a step, warps (attention_prefill.cu).
 SPLIT = 256
 HOPPER_PAIRS, HOPPER_SLOTS = 128, 128
@@ -61,6 +61,11 @@ WARP_PAIRS, WARP_SLOTS, PREFILL_WARPS = 16, 16, 4
 DECODE_WARPS, SAMPLE_THREADS = 4, 512
 # Bytes of loads that a warp of decode attention has under way together: K, then V, of sixteen slots.
 DECODE_FLIGHT = WARP_SLOTS * HEAD_DIM * BF16
+# Thread blocks of decode attention that an SM is given, by head_dim (kernels/src/cuda/params/attention.rs). Loads from L2, each of which waits
+# for the one before: what a launch begins with (how much work, a split, its tile, a block's number), and what ends a row of several splits:
+# a fence, the count, a fence, then its splits twice, so many at once.
+DECODE_BLOCKS = {64: 4, 128: 3, 256: 2}
+DECODE_BEGIN, DECODE_END, DECODE_ENDS = 4, 3, (4 * WARP, 8)
 # Of a pass of sample.cu over a row: instructions for each logit and logits of a thread under way together, both counted in the machine code
 # for sm_90a: the largest logit; weights by id, a seventeenth of which are those of the part that is walked again; counts of steps; weights
 # of steps; what reaches a step, gathered.
@@ -106,9 +111,8 @@ def occupancy(registers, shared, threads):
 KERNELS = [
     ("add", "elements * (2 * x_t + y_t)", "elements"),
     ("adjust_logits", "count * (20 + 2 * 32)", "4 * count"),
-    ("attention_combine", "rows * heads * (splits * (head_dim + 2) * 4 + head_dim * out_t)", "2 * rows * heads * splits * head_dim"),
-    (r"attention_decode_\w+", "rows * (2 * kv_heads * head_parts * seen * (head_dim * kv_t + parameters) + heads * head_dim * q_t"
-     " + heads * (splits * (head_dim + 2) * 4 if splits > 1 else head_dim * out_t))", "4 * rows * heads * head_dim * seen"),
+    (r"attention_decode_\w+", "rows * (2 * kv_heads * head_parts * seen * (head_dim * kv_t + parameters) + heads * head_dim * (q_t + out_t)"
+     " + splits * 12 + (heads * splits * (head_dim + 2) * 4 if splits > 1 else 0))", "4 * rows * heads * head_dim * seen"),
     (r"attention_(hopper|prefill)_\w+", "2 * kv_heads * seen * (head_dim * kv_t + parameters) + rows * heads * head_dim * (q_t + out_t)",
      "4 * heads * head_dim * pairs"),
     ("copy_blocks", "2 * count * layers * block_bytes", "0"),
@@ -165,6 +169,16 @@ def makespan(jobs, places):
     return max(free)
 
 
+def together(shares, bytes_each, memory, flight):
+    """When the last of several is done that read so many parts of `bytes_each` bytes side by side, each at `flight` bytes a second at most
+    and all together at `memory`."""
+    seconds, done = 0.0, 0
+    for left, share in zip(range(len(shares), 0, -1), sorted(shares)):
+        seconds += (share - done) * bytes_each / min(flight, memory / left)
+        done = share
+    return seconds
+
+
 class Model:
     """Times of the kernels with what they need: kernel → registers, shared and dynamic shared bytes, threads."""
 
@@ -175,19 +189,25 @@ class Model:
         of = self.needs[kernel]
         return occupancy(of["registers"], of["shared"] + of["dynamic"], of["threads"])
 
-    def decode(self, rates, rows, seen, out_t=BF16):
-        """Attention of decode rows that see so many positions each, and what brings their splits together. The device reads no faster
-        than loads are under way: fewer thread blocks than SMs have room for have fewer loads, and so has the last wave. A part of a
-        split counts as that part of a thread block."""
-        kernel, splits = "baton_attention_decode_bf16_128", ceil(seen / SPLIT)
-        shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rows": rows, "splits": splits}
-        total = moved(kernel, **shape, seen=seen, kv_t=BF16, parameters=0, q_t=F32, out_t=out_t, head_parts=1)
-        blocks, room = rows * KV_HEADS * seen / SPLIT, SMS * self.occupancy(kernel).blocks
+    def decode(self, rates, rows, out_t=BF16):
+        """Attention of decode rows, each given by the positions that it sees. Thread blocks that stay take every so manieth split of the
+        list, whole ones first. They share the memory's bandwidth; those that have more to do than others go on with no more than their
+        loads under way. The last row's splits are brought together at the end; of other rows that is done while blocks read."""
+        kernel = "baton_attention_decode_bf16_128"
+        shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "head_parts": 1, "rows": 1}
+        types = {"kv_t": BF16, "parameters": 0, "q_t": F32, "out_t": out_t}
+        splits = {seen: ceil(seen / SPLIT) for seen in rows}
+        total = sum(moved(kernel, **shape, **types, seen=seen, splits=splits[seen]) for seen in rows)
+        whole = [SPLIT for seen in rows for _ in range(seen // SPLIT)]
+        parts = [seen % SPLIT for seen in rows if seen % SPLIT]
+        places = SMS * min(DECODE_BLOCKS[HEAD_DIM], self.occupancy(kernel).blocks)
+        shares = [0] * places
+        for i, slots in enumerate(slots for slots in whole + parts for _ in range(KV_HEADS)):
+            shares[i % places] += slots
         flight = DECODE_WARPS * DECODE_FLIGHT / (MEMORY_CLOCKS / CLOCK)
-        waves = [room] * int(blocks // room) + [blocks % room]
-        seconds = sum(total * wave / blocks / min(rates.memory, wave * flight) for wave in waves if wave)
-        combined = small(rates, moved("baton_attention_combine", **shape, out_t=out_t)) if splits > 1 else 0.0
-        return seconds + combined
+        longest = max(splits.values())
+        ends = DECODE_END + sum(ceil(longest / many) for many in DECODE_ENDS) if longest > 1 else 0
+        return together(shares, total / sum(shares), rates.memory, flight) + (DECODE_BEGIN + ends) * L2_CLOCKS / CLOCK
 
     def hopper(self, rates, tokens, head_dim=HEAD_DIM):
         """Attention of a prompt by wgmma. A thread block takes whole turns of 128 slots, so it multiplies a little more than is seen;
@@ -225,7 +245,6 @@ class Model:
 
     def step(self, rates, batch, context, fp8=False):
         """A decode step by its parts: seconds, and bytes that any step must read."""
-        seen, splits = context + 1, ceil((context + 1) / SPLIT)
         weights = sum(product(rates, batch, outs, cols, fp8) for outs, cols in MATRICES) * LAYERS
         head = product(rates, batch, VOCAB, HIDDEN, False)
         operand = 1 if fp8 else BF16
@@ -239,22 +258,21 @@ class Model:
             layer += [moved("baton_quantise_rows", rows=batch, width=width, x_t=F32) for width in (HIDDEN, INNER)]
         gather = lambda table_t: moved("baton_embed", count=batch, width=HIDDEN, table_t=table_t, out_t=F32)
         ends = [gather(BF16), moved("baton_add", elements=batch * HIDDEN, x_t=F32, y_t=F32), gather(F32), norm(0, BF16)]
-        attention = 1 + (splits > 1)
         parts = {
             "weights": weights,
-            "KV": LAYERS * self.decode(rates, batch, seen, F32 if fp8 else BF16),
+            "KV": LAYERS * self.decode(rates, [context + 1] * batch, F32 if fp8 else BF16),
             "logits": head + self.sample(batch, "greedy"),
             "small kernels": sum(small(rates, b) for b in layer) * LAYERS + sum(small(rates, b) for b in ends),
-            "launches": rates.launch * launches(fp8, attention),
+            "launches": rates.launch * launches(fp8),
         }
         return Step(parts, weight_bytes(fp8) + batch * context * LAYERS * 2 * KV_HEADS * HEAD_DIM * BF16)
 
     def predicted(self, what, case):
         """Seconds of a case that `gpu bench` measures, at attainable rates with its launches; None where nothing is predicted."""
         rates = ATTAINABLE
-        if what == "decode" and (m := re.fullmatch(r"(\d+) x (\d+) tokens", case)):
-            seen = int(m[2]) + 1
-            return self.decode(rates, int(m[1]), seen) + rates.launch * (1 + (seen > SPLIT))
+        if what == "decode" and re.fullmatch(r"\d+ x \d+( \+ \d+ x \d+)* tokens", case):
+            rows = [int(behind) + 1 for count, behind in re.findall(r"(\d+) x (\d+)", case) for _ in range(int(count))]
+            return self.decode(rates, rows) + rates.launch
         if what == "prefill" and (m := re.fullmatch(r"(\d+) tokens(?:, head_dim (\d+))?(, mma.sync)?", case)):
             by = self.warps if m[3] else self.hopper
             return by(rates, int(m[1]), int(m[2] or HEAD_DIM)) + rates.launch
@@ -289,10 +307,10 @@ def product(rates, rows, outs, cols, fp8):
                small(rates, rows * (cols * element + outs * F32)))
 
 
-def launches(fp8, attention):
+def launches(fp8):
     """Kernels of a decode step. In a layer: norm, product, rotation, attention, product, norm, product, gate, product; with fp8 rows are
     quantised before two of the products. Then embedding, the last sum, gather, norm, product, sampling."""
-    return LAYERS * (8 + attention + 2 * fp8) + 6
+    return LAYERS * (9 + 2 * fp8) + 6
 
 
 def weight_bytes(fp8):

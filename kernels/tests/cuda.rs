@@ -260,8 +260,7 @@ fn a_batch_goes_to_the_device_once_and_to_the_kernels_it_is_for() {
     let log = run(&mut backend, &mut out);
     assert!(!log.iter().any(|call| matches!(call, Write(_))), "the same batch again: {log:?}");
     let launches: Vec<_> = log.iter().filter(|call| matches!(call, Launch(_))).collect();
-    let of_layer =
-        ["baton_attention_prefill_f16_64", "baton_attention_decode_f16_64", "baton_attention_combine"].map(Launch);
+    let of_layer = ["baton_attention_prefill_f16_64", "baton_attention_decode_f16_64"].map(Launch);
     assert_eq!(launches, of_layer.iter().chain(&of_layer).collect::<Vec<_>>());
     assert_eq!(backend.device().problems(), [""; 0]);
 }
@@ -296,7 +295,7 @@ fn for_graphs() -> (CudaBackend<Recorder<Nowhere>>, [Memory<Recorder<Nowhere>>; 
     (backend, buffers)
 }
 
-/// A size is done as it is, then captured, then replayed after one copy; another size, of rows or of splits, is another graph.
+/// A size is done as it is, then captured, then replayed after one copy, however long its rows are; another number of rows is another graph.
 #[test]
 fn a_decode_step_of_a_size_that_was_there_is_one_launch() {
     use baton_kernels::cuda::Recorded::{
@@ -316,16 +315,66 @@ fn a_decode_step_of_a_size_that_was_there_is_one_launch() {
     let second = log(&mut backend, &[41, 4, 18]);
     assert!(matches!(second[..4], [Write(_), Record(..), BeginCapture(_), Launch("baton_add")]), "{second:?}");
     assert!(matches!(second[6..8], [EndCapture(_), Replay(_)]), "{second:?}");
-    let third = log(&mut backend, &[42, 5, 19, 200]);
-    assert!(matches!(third[..], [Settle(_), Write(_), Record(..), Replay(_), Recorded::Synchronise(_)]), "{third:?}");
-    // Longer than there are splits for, and more rows.
-    assert_eq!(count(&log(&mut backend, &[256, 0, 0]), |call| matches!(call, Launch(_))), 4);
+    for positions in [[42, 5, 19, 200], [256, 0, 0, 1], [2047, 700, 2, 3]] {
+        let log = log(&mut backend, &positions);
+        assert!(matches!(log[..], [Settle(_), Write(_), Record(..), Replay(_), Recorded::Synchronise(_)]), "{log:?}");
+    }
     assert_eq!(count(&log(&mut backend, &[1; 5]), |call| matches!(call, Launch(_))), 3);
     assert!(matches!(log(&mut backend, &[0; 4])[..], [Settle(_), Write(_), Record(..), Replay(_), _]));
     let device = Arc::clone(backend.device());
     drop((backend, buffers));
     assert_eq!(count(&device.take_log(), |call| matches!(call, Forget(_))), 1);
     assert_eq!((device.problems(), device.live_graphs(), device.live_bytes()), (Vec::new(), 0, 0));
+}
+
+/// A graph gives the bits of single launches while its rows grow from one split to several, whether or not memory was reserved for that.
+#[test]
+fn a_graph_attends_to_rows_that_grow() {
+    for reserved in [false, true] {
+        let Some(host) = HostDevice::for_tests() else { return };
+        let device = Arc::new(Recorder::new(host));
+        let mut layout = layout(KvDtype::F16, 64, 0);
+        layout.groups[0].window = None;
+        let geometry = PoolGeometry::uniform(layout, 63);
+        let mut backend = CudaBackend::new(Arc::clone(&device), geometry, CudaOptions::default()).unwrap();
+        let tables: [Vec<BlockId>; 2] = [(0..44).map(BlockId).collect(), (44..63).map(BlockId).collect()];
+        let (mut random, rows) = (Random(9), 704 + 304);
+        let mut floats = |count: usize| backend.upload(&random.vector(count)).unwrap();
+        let (mut q, k, v) = (floats(rows * 128), floats(rows * 64), floats(rows * 64));
+        let rope = Rope { cos: floats(704 * 32), sin: floats(704 * 32) };
+        let shape = AttentionShape { group: 0, layer: 0, heads: 2, scale: 0.1 };
+        let mut prompt = Ragged::default();
+        prompt.push(0, 704, &tables[0]);
+        prompt.push(0, 304, &tables[1]);
+        backend.rope_and_store_kv(shape, &prompt, &rope, &mut q, &k, &v);
+        if reserved {
+            let room = Room { rows: 4, cols: 128, heads: 2, context: 704, table_entries: 108, samples: 4, vocab: 64 };
+            backend.reserve(&room).unwrap();
+        }
+        let [mut out, mut single] = [(); 2].map(|()| backend.buffer(4 * 128).unwrap());
+        device.take_log();
+        let steps = [[254, 9, 3], [255, 10, 4], [256, 255, 5], [257, 256, 6], [512, 257, 255], [703, 303, 256]];
+        for positions in steps {
+            let mut batch = Ragged::default();
+            for (start, table) in positions.into_iter().zip([&tables[0], &tables[1], &tables[0]]) {
+                batch.push(start, 1, &table[..start / 16 + 1]);
+            }
+            backend.attention(shape, &batch, &q, &mut single);
+            batch.pad_to(backend.padded(3, 8).unwrap());
+            let (all, batches) = ([0, 1, 2, 3], std::slice::from_ref(&batch));
+            let inputs = StepInputs { ids: &all, sampled: &all, batches, heads: 2, padded: true, draws: &[] };
+            backend.step(&inputs, |backend| backend.attention(shape, &batch, &q, &mut out));
+            let mut got = [[0.0f32; 3 * 128]; 2];
+            backend.read(&out, 0, &mut got[0]);
+            backend.read(&single, 0, &mut got[1]);
+            backend.finish().unwrap();
+            assert!(got[0].iter().all(|x| x.is_finite()) && got[0] == got[1], "{positions:?}");
+        }
+        let replays = device.take_log().iter().filter(|call| matches!(call, Recorded::Replay(_))).count();
+        assert!(if reserved { replays == steps.len() - 1 } else { replays > 0 }, "{replays}");
+        drop((backend, q, k, v, rope, out, single));
+        assert_eq!((device.problems(), device.live_bytes()), (Vec::new(), 0));
+    }
 }
 
 /// A step is put behind another before that is collected, and each is collected in its turn by its own event.
@@ -359,7 +408,7 @@ fn steps_are_submitted_behind_each_other_and_collected_in_turn() {
     submit(&mut backend, &[draw(0)]);
     backend.device().refuse("baton_add");
     let mut others = [(); 2].map(|()| backend.buffer(8 * 128).unwrap());
-    decode_step(&mut backend, &[256], &mut others);
+    decode_step(&mut backend, &[40, 41], &mut others);
     assert!(backend.submit().unwrap_err().to_string().contains("baton_add"));
     backend.collect().unwrap();
     assert!(backend.collect().is_err(), "there was nothing to collect of that one");

@@ -2,8 +2,9 @@
 // nothing of any kernel.
 //
 // With BATON_SHIM_RACES each fiber is a thread to ThreadSanitizer, and only what orders memory on a GPU orders it here: barriers and
-// __syncwarp, the begin and the end of a launch; not shuffles or votes, and not that one fiber happens to run before another. This file
-// itself is built without ThreadSanitizer.
+// __syncwarp, the begin and the end of a launch, fences around an atomic; not shuffles or votes, and not that one fiber happens to run before
+// another. Fibers serve block after block, so a barrier orders what their earlier blocks did, too: a missing fence between blocks is not
+// seen. This file itself is built without ThreadSanitizer.
 #include "shim.hpp"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -100,6 +102,9 @@ struct Fiber {
     Barrier* waiting = nullptr;
     unsigned generation = 0;
     bool done = false;
+    /// Whether the latest fence is behind the latest barrier, and the atomics since.
+    bool fenced = false;
+    std::vector<void*> counted;
 };
 
 Fiber* running = nullptr;
@@ -240,7 +245,19 @@ void run_block(const std::function<void()>& body, const Thread& first, Order ord
 
 } // namespace
 
+void fence() {
+    for (void* at : running->counted) acquire(at);
+    running->counted.clear();
+    running->fenced = true;
+}
+
+void counted(void* at) {
+    if (running->fenced) release(at);
+    running->counted.push_back(at);
+}
+
 void wait(Barrier& barrier, bool orders_memory) {
+    running->fenced &= !orders_memory;
     unsigned before = barrier.generation;
     if (orders_memory) release(&barrier.order[before & 1]);
     barrier.arrived++;
@@ -293,26 +310,28 @@ void launch(dim3 grid, dim3 dim, std::size_t dynamic_bytes, const std::function<
     now.order = order;
     now.dynamic_bytes = dynamic_bytes;
     release(&launched);
-    for (unsigned z = 0; z < grid.z; z++) {
-        for (unsigned y = 0; y < grid.y; y++) {
-            for (unsigned x = 0; x < grid.x; x++) {
-                now.barrier = {};
-                now.barrier.expected = count;
-                for (Warp& warp : now.warps) {
-                    warp = {};
-                    warp.barrier.expected = 32;
-                }
-                Thread first{};
-                first.block = {x, y, z};
-                first.block_dim = dim;
-                first.grid_dim = grid;
-                run_block(body, first, order);
-                // Before the block's shared variables are freed.
-                acquire(&finished);
-                now.beside.reset();
-                now.shared.clear();
-            }
+    std::vector<std::size_t> blocks(std::size_t{grid.x} * grid.y * grid.z);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    static std::mt19937 random(2);
+    if (order == Order::Descending) std::reverse(blocks.begin(), blocks.end());
+    if (order == Order::Shuffled) std::shuffle(blocks.begin(), blocks.end(), random);
+    for (std::size_t at : blocks) {
+        now.barrier = {};
+        now.barrier.expected = count;
+        for (Warp& warp : now.warps) {
+            warp = {};
+            warp.barrier.expected = 32;
         }
+        Thread first{};
+        first.block = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
+                       static_cast<unsigned>(at / grid.x / grid.y)};
+        first.block_dim = dim;
+        first.grid_dim = grid;
+        run_block(body, first, order);
+        // Before the block's shared variables are freed.
+        acquire(&finished);
+        now.beside.reset();
+        now.shared.clear();
     }
     block = nullptr;
 }

@@ -37,7 +37,7 @@
 
 namespace shim {
 
-/// In which order the threads of a block run between two barriers.
+/// In which order the blocks of a grid run, and the threads of a block between two barriers.
 enum class Order { Ascending, Descending, Shuffled };
 
 /// What a thread can see of itself.
@@ -95,6 +95,13 @@ struct Barrier {
         return true;
     }
 };
+
+/// A fence of the running thread: what came before it is ordered before what others do that see, by an atomic on the same address and a fence
+/// after that, an atomic that it does next. Only before the next barrier: what other threads hand over there is not behind the fence.
+void fence();
+
+/// An atomic of the running thread that fences can order others by.
+void counted(void* at);
 
 /// Arrives and waits for the others; whether what was done before is seen by them.
 void wait(Barrier& barrier, bool orders_memory);
@@ -191,3 +198,11 @@ template <class T>
 T atomicAdd(T* at, T value) {
     return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
+/// Counts up to `most` and begins anew at zero; what there was. Blocks run one after the other, so nobody else counts meanwhile.
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+    unsigned before = __atomic_load_n(at, __ATOMIC_RELAXED);
+    __atomic_store_n(at, before >= most ? 0 : before + 1, __ATOMIC_RELAXED);
+    shim::counted(at);
+    return before;
+}
+inline void __threadfence() { shim::fence(); }

@@ -112,19 +112,19 @@ fn compare(sizes: &Sizes, case: &str, a: &[f32], b: &[f32]) -> Option<String> {
 /// Decode steps, beside the kernel of chunks; where they do not agree.
 pub fn decode<D: Device>(device: &Arc<D>, sizes: &Sizes) -> Result<Vec<String>, KernelError> {
     let mut apart = Vec::new();
-    for &(sequences, behind) in sizes.decode {
-        let each = (behind + 1).div_ceil(BLOCK as usize) as u32;
-        let mut batch = Ragged::default();
-        for sequence in 0..sequences as u32 {
-            let table: Vec<BlockId> = (0..each).map(|i| BlockId(sequence * each + i)).collect();
-            batch.push(behind, 1, &table);
+    for &step in sizes.decode {
+        let (mut batch, mut blocks, mut seen) = (Ragged::default(), 0, 0);
+        for behind in step.iter().flat_map(|&(sequences, behind)| std::iter::repeat_n(behind, sequences)) {
+            let end = blocks + (behind + 1).div_ceil(BLOCK as usize) as u32;
+            batch.push(behind, 1, &(blocks..end).map(BlockId).collect::<Vec<_>>());
+            (blocks, seen) = (end, seen + behind + 1);
         }
-        let blocks = each * sequences as u32;
         let options = CudaOptions { hopper: sizes.hopper, ..CudaOptions::default() };
         let mut layer = Layer::new(device, sizes, options, &batch, blocks)?;
         let seconds = layer.time(sizes, &batch)?;
-        let bytes = sequences * (behind + 1) * sizes.kv_heads * sizes.head_dim * 2 * 2;
-        let case = format!("{sequences} x {behind} tokens");
+        let bytes = seen * sizes.kv_heads * sizes.head_dim * 2 * 2;
+        let lengths: Vec<_> = step.iter().map(|(sequences, behind)| format!("{sequences} x {behind}")).collect();
+        let case = format!("{} tokens", lengths.join(" + "));
         let out = layer.output()?;
         drop(layer);
         let chunks = CudaOptions { invariant: true, ..options };

@@ -66,8 +66,8 @@ struct Sizes {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    /// (sequences, tokens behind each) of decode steps.
-    decode: &'static [(usize, usize)],
+    /// Decode steps, each of some (sequences, tokens behind each).
+    decode: &'static [&'static [(usize, usize)]],
     /// Tokens of a prompt.
     prompt: &'static [usize],
     /// Logits of a row, and rows that are sampled together.
@@ -90,7 +90,15 @@ const FULL: Sizes = Sizes {
     heads: 32,
     kv_heads: 8,
     head_dim: HEAD_DIMS[0],
-    decode: &[(1, 1024), (1, 8192), (8, 8192), (64, 2048), (64, 8192), (256, 2048)],
+    decode: &[
+        &[(1, 1024)],
+        &[(1, 8192)],
+        &[(8, 8192)],
+        &[(64, 2048)],
+        &[(64, 8192)],
+        &[(256, 2048)],
+        &[(63, 1024), (1, 65_536)],
+    ],
     prompt: &[512, 2048, 8192],
     vocab: 128_256,
     samples: &[1, 64],
@@ -109,7 +117,7 @@ const SMALL: Sizes = Sizes {
     heads: 4,
     kv_heads: 2,
     head_dim: HEAD_DIMS[0],
-    decode: &[(2, 300)],
+    decode: &[&[(2, 300)], &[(2, 40), (1, 600)]],
     // The second is more than a turn of Hopper's kernel.
     prompt: &[40, 300],
     vocab: 512,

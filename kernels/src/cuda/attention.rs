@@ -2,13 +2,14 @@
 
 use baton_types::{KvDtype, KvLayout};
 
-use super::batch::{SPLIT, Tiles};
+use super::batch::Tiles;
 use super::device::{Access, Address, Device, Piece, Rows};
 use super::inputs::Inputs;
 use super::memory::Memory;
-use super::params::{Attention, AttentionCombine, AttentionDecode, AttentionHopper, Element, RopeStoreKv};
+use super::params::{Attention, AttentionDecode, AttentionHopper, Element, RopeStoreKv};
 use super::pool::Pool;
 use super::queue::Queue;
+use super::splits::SPLIT;
 use crate::KernelError;
 use crate::backend::AttentionShape;
 
@@ -21,6 +22,34 @@ pub(super) struct Placed<'a, D: Device> {
     pub inputs: &'a Inputs,
     /// Device memory of all of `inputs`.
     pub words: Piece<'a>,
+    pub scratch: &'a Scratch<D>,
+}
+
+/// What the splits of decode rows leave for the last of their row. It stays at the same addresses as long as it is large enough.
+pub(super) struct Scratch<D: Device> {
+    /// Partial results.
+    sums: Option<Memory<D>>,
+    /// For each row and part of its heads, how many of its splits are done: zero before and after a launch.
+    done: Option<Memory<D>>,
+}
+
+impl<D: Device> Default for Scratch<D> {
+    fn default() -> Self {
+        Scratch { sums: None, done: None }
+    }
+}
+
+impl<D: Device> Scratch<D> {
+    /// Makes it large enough for so many bytes of partial results, and counts.
+    pub fn fit(&mut self, queue: &Queue<D>, sums: usize, counts: usize) -> Result<(), KernelError> {
+        queue.at_least(&mut self.sums, sums.max(1))?;
+        let (bytes, before) = ((counts * size_of::<u32>()).max(1), self.done.as_ref().map(Memory::bytes));
+        queue.at_least(&mut self.done, bytes)?;
+        match &self.done {
+            Some(done) if before != Some(done.bytes()) => queue.fill(done.piece(0, done.bytes()), 0),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Hopper's compute capability. Only devices of exactly this one have its units.
@@ -158,13 +187,8 @@ impl<D: Device> Placed<'_, D> {
         Ok(())
     }
 
-    /// Computes attention of all rows. `sums` is memory for the partial results of splits, which grows if needed.
-    pub fn attend(
-        &self,
-        (q, q_stride): Strided<'_>,
-        (out, out_type): (Piece<'_>, Element),
-        sums: &mut Option<Memory<D>>,
-    ) -> Result<(), KernelError> {
+    /// Computes attention of all rows.
+    pub fn attend(&self, (q, q_stride): Strided<'_>, (out, out_type): (Piece<'_>, Element)) -> Result<(), KernelError> {
         let layout = &self.pool.geometry().layout;
         let group = &layout.groups[self.shape.group];
         let (decode, prefill) = kernels(layout.dtype, group.head_dim)?;
@@ -199,27 +223,27 @@ impl<D: Device> Placed<'_, D> {
                 self.queue.launch(kernel, &AttentionHopper { a: attend_chunks, pool }, &touches)?;
             }
         }
-        // The memory holds the sums of all splits and heads, then their maxima and sums of weights.
-        let (sum, stats) = (group.head_dim as usize * size_of::<f32>(), 2 * size_of::<f32>());
-        for launch in self.tiles().launches(split_bytes(self.shape.heads, group.head_dim)) {
-            let count = launch.count * self.shape.heads * launch.splits as usize;
-            self.queue.at_least(sums, count * (sum + stats))?;
-            let Some(sums) = sums.as_ref() else { continue };
-            let (partial, stats) = (sums.piece(0, count * sum), sums.piece(count * sum, count * stats));
+        let (Some(sums), Some(done)) = (&self.scratch.sums, &self.scratch.done) else { return Ok(()) };
+        // Sums come first, then maxima and sums of weights. Where these begin depends on the memory alone, as a captured launch must.
+        let heads = self.shape.heads;
+        let slots = sums.bytes() / split_bytes(heads, group.head_dim);
+        let of_sums = slots * heads * group.head_dim as usize * size_of::<f32>();
+        let (partial, done) = (sums.piece(0, of_sums), done.piece(0, done.bytes()));
+        let stats = sums.piece(of_sums, slots * heads * 2 * size_of::<f32>());
+        let multiprocessors = self.queue.device.properties().multiprocessors.max(1);
+        for pass in 0..self.inputs.passes() {
             let params = AttentionDecode {
-                a: attention(launch.first, launch.count, 1),
+                a: attention(0, self.tiles().decode(), 1),
+                work: self.words.at().plus(self.inputs.work_at(self.shape.group, pass)),
                 partial: partial.at(),
                 stats: stats.at(),
+                done: done.at(),
                 split: SPLIT,
-                splits: launch.splits,
+                thread_blocks: multiprocessors * AttentionDecode::occupancy(group.head_dim),
             };
             let [q, words, pool, out] = touches;
-            let scratch = [Access::Write(partial), Access::Write(stats)];
-            self.queue.launch(decode, &params, &[q, words, pool, out, scratch[0], scratch[1]])?;
-            if launch.splits > 1 {
-                let touches = [words, Access::Read(partial), Access::Read(stats), out];
-                self.queue.launch("baton_attention_combine", &AttentionCombine(params), &touches)?;
-            }
+            let scratch = [partial, stats, done].map(Access::Write);
+            self.queue.launch(decode, &params, &[q, words, pool, out, scratch[0], scratch[1], scratch[2]])?;
         }
         Ok(())
     }

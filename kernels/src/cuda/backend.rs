@@ -5,8 +5,7 @@ use std::sync::Arc;
 use baton_types::{BlockId, PoolGeometry};
 use half::{bf16, f16};
 
-use super::attention;
-use super::batch;
+use super::attention::{self, Scratch};
 use super::device::{Access, Address, Device, Fp8, Piece};
 use super::memory::Memory;
 use super::params::{Element, Embed, RmsNorm};
@@ -15,6 +14,7 @@ use super::queue::{Queue, bytes_of_mut};
 use super::sampling::Draws;
 use super::shared_pool::SharedPool;
 use super::sharing::SharingDevice;
+use super::splits;
 use super::step::Steps;
 use crate::backend::{AttentionShape, Norm, Room};
 use crate::{HostPool, KernelError};
@@ -68,8 +68,7 @@ pub struct CudaBackend<D: Device> {
     pub(super) indices: Option<Memory<D>>,
     /// Stored rows of a weight while it is loaded.
     pub(super) staging: Option<Memory<D>>,
-    /// Partial results of the splits of decode rows.
-    pub(super) sums: Option<Memory<D>>,
+    pub(super) scratch: Scratch<D>,
     pub(super) sampling: Draws<D>,
     pub(super) steps: Steps<D>,
     /// The first failure since the last [`Backend::finish`]. Operations after it are skipped.
@@ -119,9 +118,9 @@ impl<D: Device> CudaBackend<D> {
             return Err(KernelError::Fp8(format!("{name} has compute capability {major}.{minor}")));
         }
         let steps = Steps::new(pool.geometry().layout.groups.len());
-        let (operand, indices, staging, sums) = (None, None, None, None);
+        let (operand, indices, staging, scratch) = (None, None, None, Scratch::default());
         let sampling = Draws::default();
-        Ok(CudaBackend { queue, options, pool, operand, indices, staging, sums, sampling, steps, failed: None })
+        Ok(CudaBackend { queue, options, pool, operand, indices, staging, scratch, sampling, steps, failed: None })
     }
 
     /// Checks whether a pool of this geometry can be served.
@@ -149,11 +148,14 @@ impl<D: Device> CudaBackend<D> {
         self.queue.at_least(&mut self.indices, room.rows.max(2) * size_of::<u32>())?;
         self.queue.at_least(&mut self.operand, (room.rows * room.cols).max(1) * Element::Bf16.bytes())?;
         let layout = &self.pool.geometry().layout;
-        let row = layout.groups.iter().map(|group| attention::split_bytes(room.heads, group.head_dim)).max();
-        let sums = batch::sums(room.rows, room.context, row.unwrap_or(0));
-        self.queue.at_least(&mut self.sums, sums.max(1))?;
+        let block_size = layout.block_size as usize;
+        for group in &layout.groups {
+            let bytes = attention::split_bytes(room.heads, group.head_dim);
+            let slots = splits::most_slots(room, block_size, splits::slots(bytes));
+            self.scratch.fit(&self.queue, slots * bytes, slots * room.heads)?;
+        }
         self.forget_graphs();
-        self.steps.reserve(&self.queue, room)?;
+        self.steps.reserve(&self.queue, room, block_size)?;
         self.sampling.reserve(&self.queue, room)
     }
 

@@ -1,15 +1,10 @@
-//! Turns a ragged batch into what the kernels take: tiles of decode rows, then tiles of chunks, and block tables. Also decides how
-//! attention of decode rows is split over their KV. Pure.
+//! Turns a ragged batch into what the kernels take: tiles of decode rows, then tiles of chunks, block tables, and the splits of the decode
+//! rows. Pure.
 
-use super::graphs;
 use super::params::Tile;
-use crate::backend::{Ragged, Span};
+use super::splits::Splits;
+use crate::backend::{Ragged, Room, Span};
 
-/// Positions of one split of a decode row's KV. Splits are counted from position 0, so they depend on the row alone (I1). The number
-/// is small enough that a single long sequence fills a device, and large enough that combining the splits costs little.
-pub(super) const SPLIT: u32 = 256;
-/// Most bytes of partial sums that the splits of decode rows leave in memory at once, unless a single row needs more.
-const PARTIAL: usize = 64 << 20;
 /// Words of a [`Tile`].
 pub(super) const TILE_WORDS: usize = 4;
 
@@ -24,8 +19,10 @@ pub(super) struct Cut {
     pub decode: bool,
     /// (row, query head) pairs of one KV head that a thread block of the chunks' kernel takes.
     pub pairs: usize,
-    /// Splits that all decode rows are launched with; None: as many as the rows need.
-    pub splits: Option<u32>,
+    /// Latest positions that a row sees; 0: all.
+    pub window: u32,
+    /// Splits that may leave sums at once, unless a single row has more.
+    pub slots: usize,
 }
 
 /// Tiles of decode rows, then those of chunks; and the block tables.
@@ -41,23 +38,16 @@ pub(super) struct Tiles {
     decode: usize,
     /// Rows of the largest chunk tile.
     largest: u32,
-    /// Positions of decode rows, in the order of their tiles. If [`Cut::splits`] is given: the last position of that many splits.
-    positions: Vec<u32>,
-}
-
-/// Most bytes of partial sums that `rows` decode rows of up to `context` positions leave at once. A split of a row has `row` bytes.
-pub(super) fn sums(rows: usize, context: usize, row: usize) -> usize {
-    let longest = graphs::splits(context.div_ceil(SPLIT as usize) as u32) as usize * row;
-    (rows * longest).min(PARTIAL.max(longest))
+    splits: Splits,
 }
 
 impl Tiles {
-    /// Reserves room for batches of up to `rows` rows and `table_entries` table entries.
-    pub fn reserve(&mut self, rows: usize, table_entries: usize) {
-        self.tiles.reserve(rows);
-        self.tables.reserve(table_entries);
-        self.spans.reserve(rows);
-        self.positions.reserve(rows);
+    /// Reserves room for batches within these bounds, of up to `splits` splits.
+    pub fn reserve(&mut self, room: &Room, splits: usize) {
+        self.tiles.reserve(room.rows);
+        self.tables.reserve(room.table_entries);
+        self.spans.reserve(room.rows);
+        self.splits.reserve(room.rows, splits);
     }
 
     /// Cuts a batch, unless the same batch was cut the same way last time. Returns whether it cut anew. Padding rows become tiles of
@@ -73,11 +63,12 @@ impl Tiles {
         (self.cut, self.rows) = (Some(cut), batch.rows());
         let is_decode = |len: usize| cut.decode && len == 1;
         for span in batch.spans().iter().filter(|span| is_decode(span.len)) {
-            let (row, position) = (span.row as u32, span.start as u32);
-            self.decode_row(position, [row, 1, position, table(span, cut)]);
+            self.tiles.push([span.row as u32, 1, span.start as u32, table(span, cut)]);
         }
+        self.splits.list(&self.tiles, cut.window, cut.slots);
         let padding = batch.padding();
-        (0..if cut.decode { padding } else { 0 }).for_each(|_| self.decode_row(0, [0; TILE_WORDS]));
+        (0..if cut.decode { padding } else { 0 }).for_each(|_| self.tiles.push([0; TILE_WORDS]));
+        self.decode = self.tiles.len();
         let most = (cut.pairs / cut.group).max(1);
         for span in batch.spans().iter().filter(|span| !is_decode(span.len)) {
             for first in (0..span.len).step_by(most) {
@@ -92,19 +83,12 @@ impl Tiles {
         true
     }
 
-    fn decode_row(&mut self, position: u32, tile: [u32; TILE_WORDS]) {
-        let splits = self.cut.and_then(|cut| cut.splits);
-        self.positions.push(splits.map_or(position, |splits| splits * SPLIT - 1));
-        self.tiles.push(tile);
-        self.decode += 1;
-    }
-
     /// Removes all tiles and tables but keeps their memory.
     fn clear(&mut self) {
         self.tiles.clear();
         self.tables.clear();
         self.spans.clear();
-        self.positions.clear();
+        self.splits.clear();
         (self.decode, self.largest) = (0, 0);
     }
 
@@ -128,9 +112,9 @@ impl Tiles {
         (self.tiles.len() - self.decode, self.largest)
     }
 
-    /// The launches of attention over decode rows. Each split of a row needs `row` bytes of partial sums.
-    pub fn launches(&self, row: usize) -> impl Iterator<Item = DecodeLaunch> + '_ {
-        launches(&self.positions, row)
+    /// The splits of decode rows.
+    pub fn splits(&self) -> &Splits {
+        &self.splits
     }
 }
 
@@ -138,34 +122,6 @@ impl Tiles {
 /// blocks than there are entries before the span's.
 fn table(span: &Span, cut: Cut) -> u32 {
     ((span.table as i64 - (span.hidden / cut.block_size) as i64) as i32).cast_unsigned()
-}
-
-/// A launch of attention for some decode rows.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct DecodeLaunch {
-    /// Index of the first tile.
-    pub first: usize,
-    /// Number of tiles.
-    pub count: usize,
-    /// Splits of the longest row.
-    pub splits: u32,
-}
-
-/// Groups decode rows into launches. A launch takes as many rows as there is room for their partial sums, but at least one.
-fn launches(positions: &[u32], row: usize) -> impl Iterator<Item = DecodeLaunch> + '_ {
-    let mut first = 0;
-    std::iter::from_fn(move || {
-        let mut launch = DecodeLaunch { first, count: 0, splits: 0 };
-        for &position in &positions[first..] {
-            let splits = launch.splits.max(position / SPLIT + 1);
-            if launch.count > 0 && (launch.count + 1) * splits as usize * row > PARTIAL {
-                break;
-            }
-            (launch.count, launch.splits) = (launch.count + 1, splits);
-        }
-        first += launch.count;
-        (launch.count > 0).then_some(launch)
-    })
 }
 
 const _: () = assert!(size_of::<Tile>() == TILE_WORDS * size_of::<u32>());
@@ -176,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true, pairs: 64, splits: None };
+    const CUT: Cut = Cut { group: 4, block_size: 16, decode: true, pairs: 64, window: 0, slots: 100 };
 
     fn batch() -> Ragged {
         let mut batch = Ragged::default();
@@ -214,30 +170,17 @@ mod tests {
     }
 
     #[test]
-    fn a_padded_batch_has_places_without_rows_and_the_launches_it_is_given() {
+    fn a_padded_batch_has_places_without_rows_and_no_work_for_them() {
         let mut batch = Ragged::default();
         batch.push(700, 1, &[BlockId(1); 44]);
         batch.pad_to(3);
         let mut cut = Tiles::default();
-        let splits = |cut: &Tiles| cut.launches(1).map(|l| (l.count, l.splits)).collect::<Vec<_>>();
         assert!(cut.renew(&batch, CUT));
-        assert_eq!((cut.tiles(), splits(&cut)), (&[[0, 1, 700, 0], [0; 4], [0; 4]][..], vec![(3, 3)]));
-        assert!(cut.renew(&batch, Cut { splits: Some(4), ..CUT }));
-        assert_eq!((cut.decode(), splits(&cut)), (3, vec![(3, 4)]));
+        assert_eq!((cut.tiles(), cut.decode()), (&[[0, 1, 700, 0], [0; 4], [0; 4]][..], 3));
+        assert_eq!((cut.splits().all(), cut.splits().slots()), (&[[0, 0, 0], [0, 1, 1], [0, 2, 2]][..], 3));
         assert!(cut.renew(&batch, Cut { decode: false, ..CUT }));
-        assert_eq!((cut.decode(), cut.chunks()), (0, (3, 1)));
+        assert_eq!((cut.decode(), cut.chunks(), cut.splits().passes()), (0, (3, 1), 0));
         batch.pad_to(4);
         assert!(cut.renew(&batch, Cut { decode: false, ..CUT }), "more rows");
-    }
-
-    #[test]
-    fn sums_of_splits_have_bounded_room() {
-        let row = PARTIAL / 8;
-        let all =
-            |positions: &[u32]| launches(positions, row).map(|l| (l.first, l.count, l.splits)).collect::<Vec<_>>();
-        assert_eq!(all(&[]), []);
-        assert_eq!(all(&[0; 9]), [(0, 8, 1), (8, 1, 1)]);
-        assert_eq!(all(&[SPLIT - 1, SPLIT, 3, 4, 5]), [(0, 4, 2), (4, 1, 1)]);
-        assert_eq!(all(&[0, 100 * SPLIT, 0]), [(0, 1, 1), (1, 1, 101), (2, 1, 1)], "one row always goes");
     }
 }

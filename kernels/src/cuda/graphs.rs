@@ -13,8 +13,8 @@ const KEPT: usize = 64;
 pub(super) struct Size {
     /// Rows, padding included.
     pub rows: usize,
-    /// Splits of a row's KV that the launch has room for.
-    pub splits: u32,
+    /// Launches of attention in each layer.
+    pub passes: usize,
     /// Whether the step also samples its tokens.
     pub draws: bool,
 }
@@ -27,12 +27,6 @@ pub(super) fn bucket(rows: usize) -> usize {
         9..=64 => rows.next_multiple_of(8),
         _ => rows.next_multiple_of(32),
     }
-}
-
-/// Splits that a step is launched with if its longest row needs `needed`. Thread blocks of splits that a row does not have return at
-/// once.
-pub(super) fn splits(needed: u32) -> u32 {
-    needed.max(1).next_power_of_two()
 }
 
 /// How to run a step.
@@ -97,19 +91,18 @@ mod tests {
         let mut few = all;
         few.dedup();
         assert_eq!(few.len(), 17);
-        assert_eq!([0, 1, 2, 3, 512].map(splits), [1, 1, 2, 4, 512]);
     }
 
     #[test]
     fn a_size_is_run_then_captured_then_replayed_and_few_are_kept() {
-        let (mut graphs, size) = (Graphs::default(), |rows| Size { rows, splits: 1, draws: false });
+        let (mut graphs, size) = (Graphs::default(), |rows| Size { rows, passes: 1, draws: false });
         for rows in 0..KEPT {
             assert_eq!(graphs.next(size(rows)), Next::Run);
             assert_eq!(graphs.done(size(rows), None), None);
             assert_eq!(graphs.next(size(rows)), Next::Capture);
             assert_eq!(graphs.done(size(rows), Some(Graph(rows))), None);
         }
-        assert_eq!(graphs.next(Size { splits: 2, ..size(0) }), Next::Run, "another size");
+        assert_eq!(graphs.next(Size { passes: 2, ..size(0) }), Next::Run, "another size");
         assert_eq!(graphs.next(Size { draws: true, ..size(0) }), Next::Run, "and another");
         assert_eq!(graphs.next(size(0)), Next::Replay(Graph(0)));
         assert_eq!(graphs.done(size(KEPT), None), Some(Graph(1)), "0 was used since");

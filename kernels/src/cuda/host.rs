@@ -82,7 +82,8 @@ impl HostDevice {
         let name = "kernels on the host".to_owned();
         let fp8 = Fp8::Plain;
         let (memory, capability, products) = (MEMORY, CAPABILITY, "this processor's products".to_owned());
-        let properties = Properties { name, memory, capability, fp8, products, ..Properties::default() };
+        let properties =
+            Properties { name, memory, capability, multiprocessors: 1, fp8, products, ..Properties::default() };
         let (memory, shared, named) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let (captures, shareable) = (Mutex::default(), HostMemory::default());
         Ok(HostDevice {

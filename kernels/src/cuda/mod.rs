@@ -35,6 +35,7 @@ mod run_step;
 mod sampling;
 mod shared_pool;
 mod sharing;
+mod splits;
 mod step;
 mod weight;
 #[cfg(feature = "testing")]

@@ -210,10 +210,7 @@ impl<D: Device> Backend for CudaBackend<D> {
         let out = (out.piece(0, rows * width * out.element().bytes()), out.element());
         self.attempt(|b| {
             b.place(shape, batch)?;
-            let mut sums = b.sums.take();
-            let done = b.placed(shape).map_or(Ok(()), |placed| placed.attend(q, out, &mut sums));
-            b.sums = sums;
-            done
+            b.placed(shape).map_or(Ok(()), |placed| placed.attend(q, out))
         });
     }
 

@@ -2,38 +2,28 @@
 
 use baton_types::TokenOut;
 
-use super::attention::{self, Chunks, Placed};
+use super::attention::{self, Chunks, Placed, split_bytes};
 use super::backend::CudaBackend;
-use super::batch::{Cut, SPLIT};
+use super::batch::Cut;
 use super::device::{Device, Graph};
-use super::graphs::{self, Next, Size};
+use super::graphs::{Next, Size};
 use super::sampling::token;
+use super::splits;
 use crate::backend::{AttentionShape, Ragged, StepInputs};
 use crate::{Draw, KernelError};
 
-/// The size of a padded step.
-fn size(inputs: &StepInputs<'_>, invariant: bool) -> Size {
-    let spans = inputs.batches.iter().flat_map(Ragged::spans);
-    let longest = spans.map(|span| span.start as u32 / SPLIT + 1).max().unwrap_or(1);
-    // In invariant mode decode rows take the chunks' kernel, which has no splits.
-    let splits = if invariant { 1 } else { graphs::splits(longest) };
-    Size { rows: inputs.ids.len(), splits, draws: !inputs.draws.is_empty() }
-}
-
 impl<D: Device> CudaBackend<D> {
     pub(super) fn run_step(&mut self, inputs: &StepInputs<'_>, run: &mut dyn FnMut(&mut Self)) {
-        let size = inputs.padded.then(|| size(inputs, self.options.invariant));
-        self.steps.splits = size.map(|size| size.splits);
         self.attempt(|b| b.begin(inputs));
-        match size {
-            _ if self.failed.is_some() => {}
-            Some(size) => {
-                self.run_sized(size, run);
-                self.sampling.replayed(inputs.draws.len());
-            }
-            None => run(self),
+        if self.failed.is_some() {
+            return;
         }
-        self.steps.splits = None;
+        if !inputs.padded {
+            return run(self);
+        }
+        let passes = self.steps.inputs.passes();
+        self.run_sized(Size { rows: inputs.ids.len(), passes, draws: !inputs.draws.is_empty() }, run);
+        self.sampling.replayed(inputs.draws.len());
     }
 
     fn run_sized(&mut self, size: Size, run: &mut dyn FnMut(&mut Self)) {
@@ -101,6 +91,7 @@ impl<D: Device> CudaBackend<D> {
         for (group, batch) in inputs.batches.iter().enumerate() {
             let cut = self.cut(group, inputs.heads);
             self.steps.inputs.renew(group, batch, cut);
+            self.fit(group, inputs.heads)?;
         }
         self.steps.sent = false;
         self.steps.send(&self.queue)?;
@@ -114,11 +105,20 @@ impl<D: Device> CudaBackend<D> {
 
     fn cut(&self, shape_group: usize, heads: usize) -> Cut {
         let layout = &self.pool.geometry().layout;
-        let kv_heads = layout.groups[shape_group].kv_heads as usize;
-        let (group, block_size) = (heads / kv_heads, layout.block_size as usize);
-        assert_eq!(group * kv_heads, heads, "query heads for each KV head");
-        let pairs = self.chunks(shape_group).pairs();
-        Cut { group, block_size, decode: !self.options.invariant, pairs, splits: self.steps.splits }
+        let of = &layout.groups[shape_group];
+        let (group, block_size) = (heads / of.kv_heads as usize, layout.block_size as usize);
+        assert_eq!(group * of.kv_heads as usize, heads, "query heads for each KV head");
+        let (pairs, window) = (self.chunks(shape_group).pairs(), of.window.unwrap_or(0));
+        let slots = splits::slots(split_bytes(heads, of.head_dim));
+        Cut { group, block_size, decode: !self.options.invariant, pairs, window, slots }
+    }
+
+    /// Makes room for what the splits of a group's decode rows leave. In a step this comes before its graph: a captured launch may grow
+    /// nothing, and one that is done again must find as much room as its rows need now.
+    fn fit(&mut self, group: usize, heads: usize) -> Result<(), KernelError> {
+        let head_dim = self.pool.geometry().layout.groups[group].head_dim;
+        let slots = self.steps.inputs.group(group).splits().slots();
+        self.scratch.fit(&self.queue, slots * split_bytes(heads, head_dim), slots * heads)
     }
 
     /// The attention kernel for a group's chunks.
@@ -134,6 +134,7 @@ impl<D: Device> CudaBackend<D> {
     pub(super) fn place(&mut self, shape: AttentionShape, batch: &Ragged) -> Result<(), KernelError> {
         let cut = self.cut(shape.group, shape.heads);
         self.steps.sent &= !self.steps.inputs.renew(shape.group, batch, cut);
+        self.fit(shape.group, shape.heads)?;
         self.steps.send(&self.queue)
     }
 
@@ -142,7 +143,7 @@ impl<D: Device> CudaBackend<D> {
         let inputs = &self.steps.inputs;
         let words = self.steps.words.as_ref()?.piece(0, inputs.len() * size_of::<u32>());
         let chunks = self.chunks(shape.group);
-        Some(Placed { queue: &self.queue, pool: &self.pool, chunks, shape, inputs, words })
+        Some(Placed { queue: &self.queue, pool: &self.pool, chunks, shape, inputs, words, scratch: &self.scratch })
     }
 
     pub(super) fn end_step(&mut self) -> Result<(), KernelError> {

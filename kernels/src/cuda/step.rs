@@ -17,8 +17,6 @@ pub(super) struct Steps<D: Device> {
     uploads: Uploads<D>,
     /// Whether `words` holds the present `inputs`.
     pub sent: bool,
-    /// Splits that decode rows of the present step are launched with; None if the step is not padded.
-    pub splits: Option<u32>,
     pub graphs: Graphs,
     /// The value of [`Queue::freed`] when the graphs were made.
     pub freed: u64,
@@ -31,13 +29,13 @@ impl<D: Device> Steps<D> {
     pub fn new(groups: usize) -> Self {
         let (inputs, graphs) = (Inputs::new(groups), Graphs::default());
         let (words, uploads) = (None, Uploads::default());
-        Steps { inputs, words, uploads, sent: false, splits: None, graphs, freed: 0, refused: None }
+        Steps { inputs, words, uploads, sent: false, graphs, freed: 0, refused: None }
     }
 
     /// Reserves room for the inputs of all steps within these bounds.
-    pub fn reserve(&mut self, queue: &Queue<D>, room: &Room) -> Result<(), KernelError> {
+    pub fn reserve(&mut self, queue: &Queue<D>, room: &Room, block_size: usize) -> Result<(), KernelError> {
         self.sent = false;
-        let words = self.inputs.reserve(room);
+        let words = self.inputs.reserve(room, block_size);
         queue.at_least(&mut self.words, words.max(1) * size_of::<u32>())?;
         self.uploads.reserve(queue, words.max(1) * size_of::<u32>())
     }

@@ -128,32 +128,53 @@ unsafe impl Params for AttentionHopper {
     }
 }
 
+/// The part of the list of splits that a launch of decode attention does.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct DecodeWork {
+    /// Index of its first word, from the block tables on.
+    pub first: u32,
+    /// Number of its splits.
+    pub count: u32,
+}
+
+/// A split that a decode row sees.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct DecodeSplit {
+    pub tile: u32,
+    pub split: u32,
+    /// Its place in the scratch.
+    pub slot: u32,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionDecode {
     pub a: Attention,
+    /// A [`DecodeWork`].
+    pub work: Address,
     pub partial: Address,
     pub stats: Address,
+    pub done: Address,
     pub split: u32,
-    pub splits: u32,
+    pub thread_blocks: u32,
+}
+
+impl AttentionDecode {
+    /// Thread blocks that a multiprocessor has room for, by head dimension. `kernels/cuda/table` fails if it has room for fewer.
+    pub fn occupancy(head_dim: u32) -> u32 {
+        match head_dim {
+            0..=64 => 4,
+            65..=128 => 3,
+            _ => 2,
+        }
+    }
 }
 
 // SAFETY: as in attention_decode.cu.
 unsafe impl Params for AttentionDecode {
     fn launch(&self) -> Launch {
-        let heads = parts(u64::from(self.a.heads / self.a.kv_heads), 16);
-        Launch::new([self.a.tile_count, self.a.kv_heads * heads, self.splits], [4 * WARP, 1, 1])
-    }
-}
-
-/// The same parameters, for the kernel that combines splits.
-#[repr(transparent)]
-pub(crate) struct AttentionCombine(pub AttentionDecode);
-
-// SAFETY: as in attention_decode.cu, where it has an `AttentionDecode` as its one field.
-unsafe impl Params for AttentionCombine {
-    fn launch(&self) -> Launch {
-        let a = &self.0.a;
-        Launch::new([a.tile_count, parts(u64::from(a.heads), 4), 1], [4 * WARP, 1, 1])
+        Launch::new([self.thread_blocks, 1, 1], [4 * WARP, 1, 1])
     }
 }
