@@ -350,15 +350,15 @@ impl Driver {
 
     /// Sends the client what is to be sent, and waits until there is room for it. Returns what happens instead.
     async fn given(&mut self) -> Option<ChoiceInput> {
-        let parcel = match self.sink.send() {
-            Ok(Taken::Sent) => return None,
-            Ok(taken) => return Some(ChoiceInput::Taken(taken)),
-            Err(parcel) => parcel,
-        };
+        match self.sink.send() {
+            Some(Taken::Sent) => return None,
+            Some(taken) => return Some(ChoiceInput::Taken(taken)),
+            None => {}
+        }
         let Driver { sink, job, shutdown, .. } = self;
         Some(tokio::select! {
             biased;
-            taken = sink.wait(parcel) => ChoiceInput::Taken(taken),
+            taken = sink.wait() => ChoiceInput::Taken(taken),
             () = sleep_until(job.deadline) => ChoiceInput::Wake,
             () = shutdown.forced() => ChoiceInput::Stopping,
         })

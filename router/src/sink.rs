@@ -281,8 +281,8 @@ impl Sink {
     async fn last(&mut self, kind: EventKind) {
         for last in [None, Some(kind)] {
             last.into_iter().for_each(|kind| self.hold(kind));
-            if let Err(parcel) = self.send() {
-                self.wait(parcel).await;
+            if self.send().is_none() {
+                self.wait().await;
             }
             if self.stalled {
                 return;
@@ -290,19 +290,23 @@ impl Sink {
         }
     }
 
-    /// Sends what is held; returns it if there is no room for it yet.
-    pub fn send(&mut self) -> Result<Taken, Parcel> {
-        let Some(parcel) = self.held.take() else { return Ok(Taken::Sent) };
+    /// Sends what is held. None: there is no room for it yet.
+    pub fn send(&mut self) -> Option<Taken> {
+        let Some(parcel) = self.held.take() else { return Some(Taken::Sent) };
         match self.way.out.try_send(parcel) {
-            Ok(()) => Ok(Taken::Sent),
-            Err(TrySendError::Closed(_)) => Ok(Taken::ClientGone),
-            Err(TrySendError::Full(parcel)) => Err(parcel),
+            Ok(()) => Some(Taken::Sent),
+            Err(TrySendError::Closed(_)) => Some(Taken::ClientGone),
+            Err(TrySendError::Full(parcel)) => {
+                self.held = Some(parcel);
+                None
+            }
         }
     }
 
-    /// Sends it once there is room. A client that reads nothing for too long counts as gone: it may still read what was sent, but its request is
+    /// Sends what is held once there is room. A client that reads nothing for too long counts as gone: it may still read what was sent, but its request is
     /// over.
-    pub async fn wait(&mut self, parcel: Parcel) -> Taken {
+    pub async fn wait(&mut self) -> Taken {
+        let Some(parcel) = self.held.take() else { return Taken::Sent };
         match timeout(self.way.send_timeout, self.way.out.send(parcel)).await {
             Ok(sent) => sent.map_or(Taken::ClientGone, |()| Taken::Sent),
             Err(_) => {

@@ -484,7 +484,7 @@ mod tests {
         }
 
         fn join(event: &mut Vec<u32>, item: u32) -> Option<u32> {
-            if event[0] % 2 == 0 && item % 2 == 0 {
+            if event[0].is_multiple_of(2) && item.is_multiple_of(2) {
                 event.push(item);
                 return None;
             }
