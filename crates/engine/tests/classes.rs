@@ -129,6 +129,20 @@ fn what_batch_work_computed_is_kept_before_it_gives_way() {
     assert!(rig.engine.take_returning().iter().any(|wanted| wanted.tokens.starts_with(&left.tokens)));
 }
 
+/// Also where a peer computed it.
+#[test]
+fn what_batch_work_received_is_kept_before_it_gives_way() {
+    let mut rig = Rig::new(LIMITS, 24);
+    rig.engine.note_ended();
+    let prefix = Some(Prefix { seed: 7, ..Prefix::default() });
+    let new = NewSequence { prefix, priority: BATCH.at_workers(0), ..request(Start::Receive, 50, 9) };
+    let batch = rig.engine.submit(new).unwrap();
+    assert_eq!((rig.step(), rig.engine.take_ended().len()), (vec![], 0), "its blocks are lent");
+    rig.engine.kv_arrived(batch, &first(0), &mut rig.events).unwrap();
+    let [left] = &rig.engine.take_ended()[..] else { panic!("its prompt is here") };
+    assert_eq!((left.tokens.len(), left.moves(4)), (51, 48));
+}
+
 /// Rows of a step in flight are not taken back: the next step waits for it.
 #[test]
 fn nobody_is_preempted_while_a_step_is_in_flight() {
