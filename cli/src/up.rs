@@ -69,8 +69,6 @@ baton_runtime::config! {
         attention_window: Option<u32> = None,
         /// With an attention window: number of first tokens that stay visible, rounded up to whole blocks; 0: none.
         attention_sinks: u32 = 4,
-        /// Host memory of each worker for the KV of preempted sequences; 0B: their KV is computed again.
-        swap_bytes: Bytes = Bytes(0),
         /// Host memory of all workers together for KV that their pools have no room for, each an equal part; 0B: none (docs/kv-store.md).
         kv_host: Bytes = Bytes(0),
         /// Folder for KV that host memory has no room for, on a local disk; each worker has a folder of its own in it. The next `baton up` finds
@@ -352,7 +350,6 @@ fn worker_args(
     args.extend(config.context.into_iter().flat_map(|n| flag("context", n)));
     args.extend(config.attention_window.into_iter().flat_map(|n| flag("attention-window", n)));
     args.extend(flag("attention-sinks", config.attention_sinks));
-    args.extend(flag("swap-bytes", config.swap_bytes));
     args.extend(kv_parts(config));
     args.extend(flag("backend", backend));
     args.extend(flag("quantization", config.quantization));

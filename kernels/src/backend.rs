@@ -341,12 +341,6 @@ pub trait Backend: Send + Sized {
     /// The first `out.len()` elements from `offset` on, to the host.
     fn read(&mut self, buffer: &Self::Buffer, offset: usize, out: &mut [f32]);
 
-    /// Host memory outside the pool for `blocks` blocks of each layer group, in place of what there was; none before.
-    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError>;
-    /// Copies a block of the pool to a block of host memory, in all layers of the group.
-    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId);
-    /// Copies a block of host memory to a block of the pool, in all layers of the group.
-    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId);
     /// Copies a block of the pool to another, in all layers of the group.
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId);
     /// `out[t] = table[ids[t]] · scale`

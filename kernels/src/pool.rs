@@ -78,8 +78,7 @@ impl HostPool {
         Ok(HostPool { base: self.base, geometry, stored, before, _owner: owner })
     }
 
-    /// A pool in this process's own memory, zeroed, of which the system gives what is touched; for one-process runs, tests,
-    /// and what is swapped out of another pool.
+    /// A pool in this process's own memory, zeroed, of which the system gives what is touched; for one-process runs and tests.
     pub fn in_memory(geometry: PoolGeometry) -> Result<Self, KernelError> {
         let bytes = geometry.bytes();
         let memory = Arc::new(Region::new(bytes)?);
@@ -129,22 +128,11 @@ impl HostPool {
     /// # Panics
     /// When group or blocks lie outside the pool.
     pub fn copy_block(&self, group: usize, from: BlockId, to: BlockId) {
-        self.copy_block_to(group, from, to, self);
-    }
-
-    /// Copies a block to a block of another pool of the same layout, in all layers of the group. The caller makes sure that
-    /// nobody writes either meanwhile.
-    ///
-    /// # Panics
-    /// When their blocks differ in size, or group or blocks lie outside the pools.
-    pub fn copy_block_to(&self, group: usize, from: BlockId, to: BlockId, other: &HostPool) {
-        let bytes = [self, other].map(|pool| pool.geometry.layout.plane_bytes(group));
-        assert_eq!(bytes[0], bytes[1], "blocks of two layouts");
+        let bytes = self.geometry.layout.plane_bytes(group);
         for (layer, plane) in self.planes(group) {
-            let (source, target) = (self.plane(group, layer, from, plane), other.plane(group, layer, to, plane));
-            // SAFETY: `plane` checks the indices, planes of one layout have one size, and `copy` allows what two pools over one region
-            // would do.
-            unsafe { std::ptr::copy(source, target, bytes[0]) };
+            let (source, target) = (self.plane(group, layer, from, plane), self.plane(group, layer, to, plane));
+            // SAFETY: `plane` checks the indices, planes of one layout have one size, and `copy` allows a block onto itself.
+            unsafe { std::ptr::copy(source, target, bytes) };
         }
     }
 
@@ -193,20 +181,6 @@ mod tests {
         places().map(|(g, l, b)| pool.block_bytes(g, l, b)).collect()
     }
 
-    /// A block goes to another pool and comes back, elsewhere.
-    #[test]
-    fn a_block_is_copied_to_another_pool_in_every_layer_of_its_group() {
-        let (pool, other) = (numbered(), pool([5, 2]));
-        let before = contents(&pool);
-        pool.copy_block_to(0, BlockId(2), BlockId(4), &other);
-        pool.copy_block_to(1, BlockId(0), BlockId(1), &other);
-        assert_eq!(contents(&pool), before);
-        other.copy_block_to(0, BlockId(4), BlockId(0), &pool);
-        other.copy_block_to(1, BlockId(1), BlockId(2), &pool);
-        let from = [2, 1, 2, 5, 4, 5, 6, 7, 6];
-        assert_eq!(contents(&pool), from.map(|at| before[at].clone()));
-    }
-
     /// Two ranks of a pool with two heads: what each has of a block is its head of each plane, and copies touch no other.
     #[test]
     fn ranks_have_their_heads_of_every_plane() {
@@ -228,10 +202,7 @@ mod tests {
         assert_eq!((heads(&ranks[0], 1, 0), heads(&ranks[1], 0, 1)), (vec![1, 1], vec![2, 2]));
         ranks[1].copy_block(0, BlockId(0), BlockId(2));
         assert_eq!((heads(&pool, 0, 2), heads(&pool, 1, 2)), (vec![0, 2, 0, 2], vec![0, 2, 0, 2]));
-        let swapped = HostPool::in_memory(PoolGeometry::uniform(ranks[0].geometry.layout.clone(), 1)).unwrap();
-        ranks[0].copy_block_to(0, BlockId(1), BlockId(0), &swapped);
-        assert_eq!(heads(&swapped, 0, 0), [1, 1]);
-        swapped.copy_block_to(0, BlockId(0), BlockId(2), &ranks[0]);
+        ranks[0].copy_block(0, BlockId(1), BlockId(2));
         assert_eq!(heads(&pool, 0, 2), [1, 2, 1, 2]);
         let error = pool.of_rank(4, 0).err().unwrap().to_string();
         assert_eq!(error, "KV pool: its 2 KV heads cannot be shared out to 4 ranks");

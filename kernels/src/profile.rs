@@ -291,20 +291,6 @@ impl<B: Backend> Backend for Profiled<B> {
         self.timed(Operation::Copies, floats(2 * out.len()), 0, |b| b.read(buffer, offset, out));
     }
 
-    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
-        self.inner.reserve_swap(blocks)
-    }
-
-    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId) {
-        let bytes = 2 * self.layout.block_bytes_all_layers(group) as u64;
-        self.timed(Operation::Copies, bytes, 0, |b| b.swap_out(group, block, host));
-    }
-
-    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId) {
-        let bytes = 2 * self.layout.block_bytes_all_layers(group) as u64;
-        self.timed(Operation::Copies, bytes, 0, |b| b.swap_in(group, host, block));
-    }
-
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {
         let bytes = 2 * self.layout.block_bytes_all_layers(group) as u64;
         self.timed(Operation::Copies, bytes, 0, |b| b.copy_block(group, from, to));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use baton_engine::{
     Batch, CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, Prefix, RunError, Share, Start,
-    SwapConfig, SwapRates, Time,
+    Time,
 };
 use baton_kernels::cuda::{CudaBackend, CudaOptions, ExchangingDevice};
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
@@ -36,8 +36,6 @@ pub struct Options {
     pub isa: Isa,
     /// Requests share what they begin with.
     pub share: bool,
-    /// Blocks of host memory; with any, all that is preempted goes there.
-    pub swap_blocks: u32,
     /// Attention sinks and window, tokens.
     pub sinks: Option<(u32, u32)>,
     /// Longest sequence; default: the model's context, as far as the pool holds it.
@@ -56,7 +54,6 @@ impl Default for Options {
             threads: cpu.threads,
             isa: cpu.isa,
             share: false,
-            swap_blocks: 0,
             sinks: None,
             context: None,
         }
@@ -112,12 +109,7 @@ impl Local {
     pub fn ranks(model: &Model, options: Options, ranks: u32) -> anyhow::Result<Local> {
         Local::with(model, options, |layout, limits| {
             let geometry = PoolGeometry::uniform(layout.clone().of_ranks(ranks), options.blocks);
-            let backend = |_| {
-                let mut backend = on_cpu(options, &geometry)?;
-                backend.reserve_swap(options.swap_blocks)?;
-                anyhow::Ok(backend)
-            };
-            let backends = (0..ranks).map(backend).collect::<Result<_, _>>()?;
+            let backends = (0..ranks).map(|_| on_cpu(options, &geometry)).collect::<Result<_, _>>()?;
             Ok(Runner::Ranks(Box::new(TensorParallel::on_cpu(model, layout, limits, backends)?)))
         })
     }
@@ -133,11 +125,7 @@ impl<D: ExchangingDevice> Local<CudaBackend<D>> {
     pub fn ranks_on(model: &Model, options: Options, devices: &[Arc<D>], cuda: CudaOptions) -> anyhow::Result<Self> {
         Local::with(model, options, |layout, limits| {
             let geometry = PoolGeometry::uniform(layout.clone().of_ranks(devices.len() as u32), options.blocks);
-            let backend = |device: &Arc<D>| {
-                let mut backend = CudaBackend::new(Arc::clone(device), geometry.clone(), cuda)?;
-                backend.reserve_swap(options.swap_blocks)?;
-                anyhow::Ok(backend)
-            };
+            let backend = |device: &Arc<D>| CudaBackend::new(Arc::clone(device), geometry.clone(), cuda);
             let backends = devices.iter().map(backend).collect::<Result<_, _>>()?;
             let ranks = TensorParallel::on_devices(model, layout, limits, backends, D::connect(devices)?)?;
             Ok(Runner::Ranks(Box::new(ranks)))
@@ -160,8 +148,7 @@ impl<B: Backend> Local<B> {
         make: impl FnOnce(&PoolGeometry) -> anyhow::Result<B>,
     ) -> anyhow::Result<Self> {
         Local::with(model, options, |layout, limits| {
-            let mut backend = make(&PoolGeometry::uniform(layout.clone(), options.blocks))?;
-            backend.reserve_swap(options.swap_blocks)?;
+            let backend = make(&PoolGeometry::uniform(layout.clone(), options.blocks))?;
             Ok(Runner::One(Box::new(Decoder::load(model, layout, backend, limits)?)))
         })
     }
@@ -176,9 +163,6 @@ impl<B: Backend> Local<B> {
             layout = layout.with_sinks(sinks, window);
         }
         let geometry = PoolGeometry::uniform(layout, options.blocks);
-        let bytes = u64::from(options.swap_blocks) * SwapConfig::block_bytes(&geometry.layout);
-        // Copying costs next to nothing.
-        let rates = SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 };
         let context = options.context.unwrap_or(model.config().context_length.min(options.blocks * 16));
         let limits = DecoderLimits {
             tokens: options.budget as usize,
@@ -199,7 +183,6 @@ impl<B: Backend> Local<B> {
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
-            swap: SwapConfig { bytes, rates },
         };
         let prefix = options.share.then(Prefix::default);
         Ok(Local { engine: Engine::new(config, &geometry)?, runner, prefix })
@@ -208,11 +191,6 @@ impl<B: Backend> Local<B> {
     /// Prompt tokens that were not computed so far.
     pub fn hit_tokens(&self) -> u64 {
         self.engine.prefix_hit_tokens()
-    }
-
-    /// Sequences whose KV went to host memory so far.
-    pub fn swaps(&self) -> u64 {
-        self.engine.swaps()
     }
 
     /// Times a sequence's blocks were taken from it so far.

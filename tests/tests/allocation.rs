@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, ensure};
-use baton_engine::{
-    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Share, Start, SwapConfig, Time,
-};
+use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, Share, Start, Time};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool};
 use baton_model::parallel::TensorParallel;
 use baton_model::{Decoder, DecoderLimits, kv_layout};
@@ -81,7 +79,6 @@ fn steps(runner: &mut dyn ModelRunner, geometry: &PoolGeometry, threads: u64) ->
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig::default(),
-        swap: SwapConfig::default(),
     };
     let mut engine = Engine::new(limits, geometry)?;
     for temperature in [0.0, 0.8, 0.8] {

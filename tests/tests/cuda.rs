@@ -34,7 +34,6 @@ const OPTIONS: Options = Options {
     threads: 2,
     isa: baton_kernels::Isa::Portable,
     share: false,
-    swap_blocks: 0,
     sinks: None,
     context: Some(128),
 };
@@ -227,8 +226,7 @@ fn a_model_on_the_device_conforms() -> anyhow::Result<()> {
         let device = Arc::new(Recorder::new(HostDevice::for_tests().expect("it was there")));
         devices.push(Arc::clone(&device));
         let options = CudaOptions { invariant: true, ..CudaOptions::default() };
-        let mut backend = CudaBackend::new(device, setup.geometry.clone(), options).expect("a backend");
-        backend.reserve_swap(setup.blocks()).expect("host memory");
+        let backend = CudaBackend::new(device, setup.geometry.clone(), options).expect("a backend");
         Decoder::load(&model, &setup.geometry.layout, backend, limits).expect("a decoder")
     };
     assert_eq!(conformance::check(&setup, make), Ok(()));

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use baton_engine::conformance;
-use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool, Isa};
+use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
 use baton_model::{Decoder, DecoderLimits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
@@ -73,8 +73,6 @@ proptest! {
         budget in 8u32..64,
         // A small pool forces preemption, a large one none.
         blocks in prop_oneof![Just(8u32), Just(64)],
-        // What is preempted is computed again, or goes to host memory as far as that reaches.
-        swap_blocks in prop_oneof![Just(0u32), Just(8)],
         kv in prop::sample::select(&KvDtype::ALL[..]),
         portable in any::<bool>(),
     ) {
@@ -86,8 +84,7 @@ proptest! {
         let model = Model::open(directory.path()).unwrap();
         let wanted = alone(&model, kv, &requests);
         let isa = if portable { Isa::Portable } else { Isa::detect() };
-        let options =
-            Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa, swap_blocks, ..Options::default() };
+        let options = Options { kv, chunk, budget, max_running: 8, blocks, threads: 3, isa, ..Options::default() };
         prop_assert_eq!(answers(&model, options, &requests), wanted);
     }
 
@@ -99,7 +96,6 @@ proptest! {
         forks in prop::collection::vec((any::<prop::sample::Index>(), request(200, 20)), 1..6),
         chunk in prop_oneof![Just(16u32), Just(512), 2u32..40],
         blocks in prop_oneof![Just(8u32), Just(64)],
-        swap_blocks in prop_oneof![Just(0u32), Just(8)],
     ) {
         let configs = tiny::configs().unwrap();
         let directory = tempfile::tempdir().unwrap();
@@ -113,14 +109,14 @@ proptest! {
         requests.extend([first.clone(), (first.0.clone(), SamplingParams { seed: 99, ..first.1.clone() })]);
         let wanted = alone(&model, KvDtype::F16, &requests);
         let share = true;
-        let options = Options { chunk, max_running: 8, blocks, threads: 2, share, swap_blocks, ..Options::default() };
+        let options = Options { chunk, max_running: 8, blocks, threads: 2, share, ..Options::default() };
         prop_assert_eq!(answers(&model, options, &requests), wanted);
     }
 }
 
-/// Sequences that outgrow the pool go to host memory and come back, bit by bit as they were.
+/// Sequences that outgrow the pool lose their blocks, and answer bit by bit as they would have.
 #[test]
-fn tiny_models_answer_alike_when_they_are_swapped() {
+fn tiny_models_answer_alike_when_they_are_preempted() {
     for config in tiny::configs().unwrap() {
         let directory = tempfile::tempdir().unwrap();
         config.write(directory.path()).unwrap();
@@ -128,13 +124,13 @@ fn tiny_models_answer_alike_when_they_are_swapped() {
         let prompt = |seed: u32| (0..40).map(|at| (at * 7 + seed * 31) % 200).collect();
         let params = |seed| SamplingParams { temperature: 0.9, max_tokens: 40, seed, ..SamplingParams::default() };
         let requests: Vec<Request> = (0..4).map(|seed| (prompt(seed), params(seed.into()))).collect();
-        let options = Options { max_running: 4, blocks: 12, swap_blocks: 12, ..Options::default() };
+        let options = Options { max_running: 4, blocks: 12, ..Options::default() };
         let mut local = Local::new(&model, options).unwrap();
         let together = local.run(&requests, &mut |_, _, _| None).unwrap();
         // Where every layer has a window, blocks are given back before they run out.
         let layout = kv_layout(model.config(), 0, KvDtype::F16, 16);
         let windows_only = layout.groups.iter().all(|group| group.window.is_some());
-        assert_eq!(local.swaps() == 0, windows_only, "{}", config.name);
+        assert_eq!(local.preemptions() == 0, windows_only, "{}", config.name);
         let ids: Vec<Vec<u32>> =
             together.into_iter().map(|tokens| tokens.into_iter().map(|t| t.id).collect()).collect();
         assert_eq!(ids, alone(&model, KvDtype::F16, &requests).0, "{}", config.name); // I1
@@ -156,8 +152,7 @@ fn the_decoder_conforms() {
         let limits = DecoderLimits { tokens: 256, samples: 4, context: 128, table_entries: blocks as usize };
         let make = || {
             let pool = Arc::new(HostPool::in_memory(setup.geometry.clone()).unwrap());
-            let mut backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool).unwrap();
-            backend.reserve_swap(blocks).unwrap();
+            let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool).unwrap();
             Decoder::load(&model, &setup.geometry.layout, backend, limits).unwrap()
         };
         assert_eq!(conformance::check(&setup, make), Ok(()), "{}", config.name);

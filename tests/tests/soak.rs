@@ -76,7 +76,7 @@ fn clients_do_not_notice_workers_that_are_killed() {
     cluster.stop().unwrap();
 }
 
-/// A pool that is always full: sequences lose their blocks again and again, to host memory and to be computed again, and each
+/// A pool that is always full: sequences lose their blocks again and again, their KV comes back from host memory or is computed again, and each
 /// answer is to the token what it is alone.
 #[test]
 fn a_full_pool_changes_no_answer() {
@@ -95,7 +95,7 @@ fn a_full_pool_changes_no_answer() {
         let pool = &report.pools[0];
         assert!(report.whole > 20 && report.broken_off == 0, "{report}");
         pool.check_full().unwrap();
-        assert!(pool.swaps > 0 && pool.swapped[1] > 0 && pool.preemptions > pool.swaps, "{report}");
+        assert!(pool.loaded > 0, "{report}");
         cluster.wait_idle().unwrap(); // I6
         cluster.stop().unwrap();
     }

@@ -29,7 +29,7 @@ use baton_kv_cache::{Hit, KvError, Need};
 use baton_types::SeqId;
 
 use crate::sequence::{Kept, Leader, Parked, Phase, Sequence, Turn};
-use crate::{Engine, Event, Exchange, Order, Start, StepRow, Time};
+use crate::{Engine, Event, Exchange, Order, Start, Time};
 
 /// How long a parked sequence may wait after it was due, before those behind it become due in its place, in milliseconds: while there is something to
 /// compute, and while there is nothing.
@@ -53,19 +53,17 @@ pub(crate) struct Seating {
     start: Start,
     /// The blocks that it takes.
     pub need: Need,
-    /// Its KV comes back from host memory.
-    comes_back: bool,
 }
 
 impl Engine {
     /// Starts waiting sequences in order while there is a place and room for all their tokens.
-    pub(crate) fn admit(&mut self, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) {
+    pub(crate) fn admit(&mut self, events: &mut Vec<Event>) {
         let mut next = self.waiting.first().copied();
         while let Some(turn) = next
             && self.running() + self.receiving() < self.config.max_running
         {
             next = self.waiting.range((Bound::Excluded(turn), Bound::Unbounded)).next().copied();
-            match self.start(turn.seq, rows, events) {
+            match self.start(turn.seq, events) {
                 Outcome::Started { aged: true } => next = self.waiting.first().copied(),
                 Outcome::Started { aged: false } | Outcome::Later => {}
                 Outcome::Full => return,
@@ -106,16 +104,12 @@ impl Engine {
         }
     }
 
-    fn start(&mut self, seq: SeqId, rows: &mut Vec<StepRow>, events: &mut Vec<Event>) -> Outcome {
+    fn start(&mut self, seq: SeqId, events: &mut Vec<Event>) -> Outcome {
         let Some(sequence) = self.sequences.get(&seq).filter(|s| s.parked.is_none()) else { return Outcome::Later };
-        let Seating { mut hit, start, need, comes_back } = match self.seating(sequence) {
+        let Seating { mut hit, start, need } = match self.seating(sequence) {
             Ok(seating) => seating,
             Err(leader) => return self.defer(seq, leader),
         };
-        // I3: a block with a planned copy to host memory may be lent only after that copy is made.
-        if start == Start::Receive && self.swaps_out() {
-            return Outcome::Full;
-        }
         // One spare block for each running sequence, so that the new one is not preempted at once.
         let spare = self.running.len() as u32;
         if self.pools.fits(&hit, need, spare).is_err() {
@@ -124,12 +118,11 @@ impl Engine {
                 return Outcome::Full;
             }
         }
-        match comes_back {
-            true => self.bring_back(seq, &hit, rows),
-            // Until the next plan nobody takes its room.
-            false if self.asks(seq, hit.tokens()) => Outcome::Full,
-            false => self.seat(seq, start, &hit, need, events),
+        // Until the next plan nobody takes its room.
+        if self.asks(seq, hit.tokens()) {
+            return Outcome::Full;
         }
+        self.seat(seq, start, &hit, need, events)
     }
 
     /// Asks for what a preempted sequence had and the prefix cache has no more, once.
@@ -146,23 +139,19 @@ impl Engine {
 
     /// How a waiting sequence would start now. An error: it waits for this leader.
     pub(crate) fn seating(&self, sequence: &Sequence) -> Result<Seating, Leader> {
-        if sequence.swapped.is_none()
-            && let Some(leader) = self.awaited(sequence)
-        {
+        if let Some(leader) = self.awaited(sequence) {
             return Err(leader);
         }
         let mut hit = self.hit(sequence);
-        let comes_back = sequence.swapped.as_ref().is_some_and(|swapped| swapped.completes(&hit));
         let start = self.start_of(sequence, &hit);
-        if !comes_back && let Some(leader) = self.leader(sequence, start, hit.tokens()) {
+        if let Some(leader) = self.leader(sequence, start, hit.tokens()) {
             return Err(leader);
         }
         // A peer writes whole blocks, so a partial block is not shared by copying.
-        if comes_back || start == Start::Receive {
+        if start == Start::Receive {
             hit = hit.without_copy();
         }
-        let need = if comes_back { Need::whole(sequence.len()) } else { self.need(start, sequence.len()) };
-        Ok(Seating { hit, start, need, comes_back })
+        Ok(Seating { hit, start, need: self.need(start, sequence.len()) })
     }
 
     /// Blocks that a sequence takes when it starts.
@@ -233,26 +222,8 @@ impl Engine {
         } else {
             s.computed = hit.tokens();
         }
-        self.forget_swapped(seq);
         let outcome = self.leave_queue(seq, phase);
         if first && self.overtake(seq) { Outcome::Started { aged: true } } else { outcome }
-    }
-
-    /// Starts a swapped sequence again. It gets a row of one token at once: the step that computes this row first
-    /// copies its KV back.
-    fn bring_back(&mut self, seq: SeqId, hit: &Hit, rows: &mut Vec<StepRow>) -> Outcome {
-        match self.seat_swapped(seq, hit) {
-            Ok(Some(tables)) => {
-                let outcome = self.leave_queue(seq, Phase::Running(tables));
-                self.push_row(seq, 1, rows);
-                outcome
-            }
-            Ok(None) => {
-                self.forget_swapped(seq);
-                Outcome::Later
-            }
-            Err(error) => self.broken(error),
-        }
     }
 
     fn leave_queue(&mut self, seq: SeqId, phase: Phase) -> Outcome {

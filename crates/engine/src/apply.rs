@@ -3,7 +3,6 @@
 use baton_types::{SeqId, TokenOut};
 
 use crate::sequence::{Doom, Phase, Sequence, Turn};
-use crate::swap::swaps_in;
 use crate::{Batch, Engine, Event, Order, Row, RunError, Sample, Score, SequenceError, Start, Step, StepRow};
 
 /// Placeholder for a token that is not known yet.
@@ -16,14 +15,11 @@ impl Engine {
         let mut rows = recycle(std::mem::take(&mut self.spare_rows));
         let mut copies = std::mem::take(&mut self.spare_copies);
         copies.clear();
-        let mut swap_in = std::mem::take(&mut self.spare_swaps);
-        swap_in.clear();
         for row in &step.rows {
             let Some(sequence) = self.sequences.get(&row.seq) else { continue };
             // The first row makes the sequence's copies. Its second row may be planned before they are made.
             if let (Phase::Running(tables), true) = (&sequence.phase, row.begins()) {
                 copies.extend(tables.copies());
-                swap_in.extend(swaps_in(sequence));
             }
             let (prompt, generated) = sequence.tokens.split_at(sequence.prompt_tokens as usize);
             let sample = Sample { params: &sequence.params, index: row.index, prompt, generated };
@@ -44,10 +40,9 @@ impl Engine {
                 sample: row.samples.then_some(sample),
             });
         }
-        let result = f(&Batch { rows: &rows, copies: &copies, swap_out: &self.host.out, swap_in: &swap_in });
+        let result = f(&Batch { rows: &rows, copies: &copies });
         self.spare_rows = recycle(rows);
         self.spare_copies = copies;
-        self.spare_swaps = swap_in;
         result
     }
 
@@ -67,7 +62,7 @@ impl Engine {
             self.apply_row(row, scored, token, events);
         }
         drop(tokens);
-        self.finish_step(step, true);
+        self.finish_step(step);
     }
 
     /// The runner failed on the oldest step in flight: every sequence of that step fails.
@@ -106,7 +101,6 @@ impl Engine {
             events.push(Event::Scored { seq, tokens: scored });
         }
         self.advance_turn(seq);
-        self.swapped_in(seq);
         let sealed = self.sequences.get(&seq).is_some_and(|sequence| sequence.sealed);
         self.settle(seq, token.is_some());
         let Some(mut token) = token else { return };
@@ -180,15 +174,14 @@ impl Engine {
                 self.end_failed(row.seq, error.clone(), events);
             }
         }
-        self.finish_step(step, false);
+        self.finish_step(step);
     }
 
-    fn finish_step(&mut self, step: Step, computed: bool) {
+    fn finish_step(&mut self, step: Step) {
         let first = (self.steps + 1).checked_sub(u64::from(self.in_flight));
         debug_assert_eq!(Some(step.number), first, "a step out of turn, or of another engine");
         self.spare_steps.push(step.rows);
         self.in_flight = self.in_flight.saturating_sub(1);
-        self.swapped_out(computed);
         debug_assert_eq!(self.check(), Ok(()), "I6");
     }
 }

@@ -3,7 +3,7 @@
 use baton_kv_cache::{BlockCopy, BlockTable};
 use baton_types::{SamplingParams, SeqId, TokenOut};
 
-use crate::{BlockSwap, RunError};
+use crate::RunError;
 
 /// Computes batches on one KV pool, one step at a time. Every implementation passes [`crate::conformance`].
 ///
@@ -12,10 +12,7 @@ use crate::{BlockSwap, RunError};
 pub trait ModelRunner: Send {
     /// Launches a step: makes the batch's copies, then computes every row.
     ///
-    /// - Copies are made in this order: to host memory, from host memory, within the pool. Each takes over the whole
-    ///   block in all layers of its group.
-    /// - Host memory keeps a block until another copy overwrites it. Its block numbers are below
-    ///   [`crate::SwapConfig::blocks`] of the engine's configuration.
+    /// - A copy takes over the whole block in all layers of its group.
     /// - The K and V of each row's tokens go to the pool through the row's block tables.
     /// - `on_layer(layer)` is called once for every layer of the model, in ascending order, before this call returns.
     ///   It says that the layer's K and V of all rows are stored, or will be before any access to the pool that is
@@ -73,11 +70,6 @@ pub struct Batch<'a> {
     /// Blocks to copy within the pool before the rows are computed: the beginning of a block that a new sequence shares
     /// with another. No block is written twice, and none is both read and written.
     pub copies: &'a [BlockCopy],
-    /// Blocks to copy to host memory before anything is written: blocks of sequences that were preempted to make room.
-    pub swap_out: &'a [BlockSwap],
-    /// Blocks to copy from host memory: blocks of this batch's sequences that were preempted before. No block is
-    /// written twice.
-    pub swap_in: &'a [BlockSwap],
 }
 
 /// Consecutive tokens of one sequence.

@@ -24,7 +24,6 @@ impl Engine {
         self.pools.check()?;
         self.check_lists()?;
         self.check_owners()?;
-        self.host.check(self.sequences.values().filter_map(|s| s.swapped.as_ref()))?;
         self.sequences.iter().try_for_each(|(seq, sequence)| self.check_sequence(*seq, sequence))
     }
 
@@ -123,9 +122,6 @@ impl Engine {
         if !flight || s.in_step() && !matches!(s.phase, Phase::Running(_)) {
             return broken(format!("{seq} is {} and marked as part of a step", s.phase.name()));
         }
-        if s.swapped.is_some() && !s.in_step() && !matches!(s.phase, Phase::Waiting) {
-            return broken(format!("{seq} is {} and has KV in host memory", s.phase.name()));
-        }
         if s.doomed.is_some() && !s.in_step() {
             return broken(format!("{seq} has ended and is still {}", s.phase.name()));
         }
@@ -148,7 +144,7 @@ mod tests {
 
     use super::*;
     use crate::sequence::Doom;
-    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, SwapConfig, Time, fake};
+    use crate::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, Time, fake};
     use baton_kv_cache::Hit;
 
     /// One sequence in each phase, one quarantine, and no step in flight: ids 0 running, 1 receiving, 2 waiting, 3 gone.
@@ -165,7 +161,6 @@ mod tests {
             order: Order::Fcfs,
             overtakes: 0,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 10)).unwrap();
         let mut submit = |start, prompt: u32| {

@@ -3,7 +3,7 @@
 use baton_kv_cache::CacheConfig;
 use baton_types::Class;
 
-use crate::{EngineError, SwapConfig};
+use crate::EngineError;
 
 /// Order of service: who starts and computes first, and, from the other end, who is preempted when blocks run out.
 ///
@@ -70,8 +70,6 @@ pub struct EngineConfig {
     pub overtakes: u32,
     /// How prefixes are kept.
     pub cache: CacheConfig,
-    /// Whether and how the KV of preempted sequences is kept.
-    pub swap: SwapConfig,
 }
 
 impl EngineConfig {

@@ -1,7 +1,7 @@
 //! A suite for what every [`ModelRunner`] must do: [`check`].
 //!
 //! The suite sends the same requests along several routes: alone, chunked, batched, staggered, in other blocks,
-//! computed again, swapped, and in steps launched behind another. Every route must give the same tokens and log
+//! computed again, and in steps launched behind another. Every route must give the same tokens and log
 //! probabilities, bit by bit (I1). Every call must report its layers and tokens as the trait says.
 
 mod route;
@@ -35,7 +35,7 @@ pub struct Violation {
 type Answers = Vec<Vec<TokenOut>>;
 
 impl Setup {
-    /// Blocks that each group of the pool, and of host memory, needs.
+    /// Blocks that each group of the pool needs.
     pub fn blocks(&self) -> u32 {
         let (size, answer) = (self.geometry.layout.block_size, self.answer_tokens);
         // Twice the blocks of all requests, so that there is always another place for each.
@@ -44,8 +44,7 @@ impl Setup {
     }
 }
 
-/// Runs the suite. For each route, `make` gives a fresh runner with an untouched pool and [`Setup::blocks`] blocks of
-/// host memory.
+/// Runs the suite. For each route, `make` gives a fresh runner with an untouched pool.
 pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Result<(), Violation> {
     let requests = requests(setup);
     let size = setup.geometry.layout.block_size;
@@ -78,16 +77,6 @@ pub fn check<R: ModelRunner>(setup: &Setup, mut make: impl FnMut() -> R) -> Resu
             ahead: true,
             chunk: 3,
             stagger: 2,
-            scattered: true,
-            ..plain
-        },
-        Route { rule: "swapped out and in", restart_after: Some(2), restart: Restart::Swapped, ..plain },
-        Route {
-            rule: "swapped out and in, at any step",
-            restart_after: Some(1),
-            restart: Restart::Swapped,
-            chunk: 5,
-            stagger: 3,
             scattered: true,
             ..plain
         },

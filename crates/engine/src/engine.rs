@@ -11,8 +11,7 @@ use baton_types::{Class, PoolGeometry, SeqId, TokenOut};
 use crate::config::AGED;
 use crate::sequence::{Doom, Phase, Sequence, Turn};
 use crate::share::{Share, Shares, Tags};
-use crate::swap::HostMemory;
-use crate::{BlockSwap, EngineConfig, EngineError, Event, Exchange, NewSequence, Order, Row, Start, StepRow, Time};
+use crate::{EngineConfig, EngineError, Event, Exchange, NewSequence, Order, Row, Start, StepRow, Time};
 
 /// Most ended sequences that are noted for who takes them (I5).
 pub(crate) const MOST_ENDED: usize = 256;
@@ -35,7 +34,6 @@ pub enum Aborted {
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) pools: KvPools,
-    pub(crate) host: HostMemory,
     pub(crate) sequences: BTreeMap<SeqId, Sequence>,
     /// Sequences in [`Phase::Waiting`].
     pub(crate) waiting: BTreeSet<Turn>,
@@ -75,7 +73,6 @@ pub struct Engine {
     pub(crate) spare_steps: Vec<Vec<StepRow>>,
     pub(crate) spare_rows: Vec<Row<'static>>,
     pub(crate) spare_copies: Vec<BlockCopy>,
-    pub(crate) spare_swaps: Vec<BlockSwap>,
 }
 
 impl Engine {
@@ -85,7 +82,6 @@ impl Engine {
         Ok(Engine {
             config,
             pools: KvPools::new(geometry, config.cache)?,
-            host: HostMemory::new(config.swap, geometry),
             sequences: BTreeMap::new(),
             waiting: BTreeSet::new(),
             parked: 0,
@@ -110,7 +106,6 @@ impl Engine {
             spare_steps: Vec::new(),
             spare_rows: Vec::new(),
             spare_copies: Vec::new(),
-            spare_swaps: Vec::new(),
         })
     }
 
@@ -446,10 +441,9 @@ impl Engine {
         self.preemptions
     }
 
-    /// No sequence is here and no block is owned, in the pool or in host memory. A drained worker must reach this state
-    /// (I6).
+    /// No sequence is here and no block is owned. A drained worker must reach this state (I6).
     pub fn idle(&self) -> bool {
-        self.sequences.is_empty() && self.counts().idle() && self.host_counts().idle()
+        self.sequences.is_empty() && self.counts().idle()
     }
 
     /// Removes a sequence from its list and frees or quarantines its blocks.
@@ -457,11 +451,7 @@ impl Engine {
         let mut sequence = self.sequences.remove(&seq)?;
         self.parked -= u32::from(sequence.parked.is_some());
         let fence = doom == Doom::Quarantine && sequence.exposed();
-        let swapped = sequence.swapped.take();
-        // KV that was to come back from host memory may be missing, so its blocks are not indexed.
-        let complete = swapped.is_none();
-        swapped.into_iter().for_each(|swapped| self.free_swapped(swapped));
-        let leaves = matches!(sequence.phase, Phase::Running(_) | Phase::Held(_)) && complete && !sequence.exchange;
+        let leaves = matches!(sequence.phase, Phase::Running(_) | Phase::Held(_)) && !sequence.exchange;
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
                 self.waiting.remove(&sequence.turn);
@@ -479,8 +469,7 @@ impl Engine {
                 };
                 let pools = &mut self.pools;
                 let computed = &sequence.tokens[..sequence.computed as usize];
-                let indexed = if complete { pools.index(&mut tables, computed, readers, true) } else { Ok(()) };
-                indexed.and_then(|()| match fence {
+                pools.index(&mut tables, computed, readers, true).and_then(|()| match fence {
                     true => pools.quarantine_used(tables).map(Some),
                     false => pools.free(tables).map(|()| None),
                 })

@@ -66,8 +66,7 @@ impl Engine {
             return Err(EngineError::Here { tokens: moves });
         }
         let need = Need::received(moves);
-        // I3: a block with a planned copy to host memory is not lent before that copy is made.
-        let full = self.swaps_out() || self.running() + self.receiving() >= self.config.max_running;
+        let full = self.running() + self.receiving() >= self.config.max_running;
         if full || self.pools.fits(&hit, need, self.running()).is_err() {
             return Err(EngineError::NoRoom { tokens: moves - here });
         }

@@ -9,14 +9,14 @@
 mod memory;
 mod validate;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use baton_kv_cache::{BlockCopy, CacheConfig, KvPools, Tables};
 use baton_types::{
     BlockId, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION, PoolGeometry, SamplingParams, SeqId, TokenOut, hash_bytes,
 };
 
-use crate::{Batch, BlockSwap, ModelRunner, Row, RunError, Sample, Score};
+use crate::{Batch, ModelRunner, Row, RunError, Sample, Score};
 pub use memory::{KvMemory, SharedMemory};
 
 /// A small layout with every feature: two groups, one with a window, several layers, planes and heads.
@@ -66,7 +66,7 @@ pub fn answer(
             score: None,
             sample,
         };
-        model.run(&Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] }, &mut |_| {}, &mut answer)?;
+        model.run(&Batch { rows: &[row], copies: &[] }, &mut |_| {}, &mut answer)?;
         start = tokens.len();
         tokens.extend(answer.last().map(|token| token.id));
         if tokens.last().is_some_and(|id| params.stop_token_ids.contains(id)) {
@@ -100,7 +100,7 @@ pub fn scores(layout: &KvLayout, vocab: u32, prompt: &[u32], top: u32) -> Result
         sample: None,
     };
     let mut out = Vec::new();
-    let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+    let batch = Batch { rows: &[row], copies: &[] };
     FakeModel::new(geometry, vocab).run(&batch, &mut |_| {}, &mut out)?;
     Ok(out)
 }
@@ -111,8 +111,6 @@ pub struct FakeModel<M = Vec<u8>> {
     geometry: PoolGeometry,
     vocab: u32,
     memory: M,
-    /// Host memory, by group and block: what was copied out of the pool and not yet back, layer by layer.
-    host: BTreeMap<(usize, BlockId), Vec<u8>>,
     /// Group and index in the group of each layer.
     layers: Vec<(usize, usize)>,
     slot: Vec<u8>,
@@ -128,8 +126,6 @@ pub struct FakeModel<M = Vec<u8>> {
 struct PendingStep {
     rows: Vec<RowPlace>,
     copies: Vec<BlockCopy>,
-    swap_out: Vec<BlockSwap>,
-    swap_in: Vec<BlockSwap>,
     /// The tokens it sampled; `None` before it is computed.
     tokens: Option<Vec<TokenOut>>,
 }
@@ -153,8 +149,7 @@ impl RowPlace {
 impl PendingStep {
     fn of(batch: &Batch<'_>) -> PendingStep {
         let rows = batch.rows.iter().map(RowPlace::of).collect();
-        let (swap_out, swap_in) = (batch.swap_out.to_vec(), batch.swap_in.to_vec());
-        PendingStep { rows, copies: batch.copies.to_vec(), swap_out, swap_in, tokens: None }
+        PendingStep { rows, copies: batch.copies.to_vec(), tokens: None }
     }
 }
 
@@ -171,9 +166,8 @@ impl<M: KvMemory> FakeModel<M> {
     pub fn with_memory(geometry: PoolGeometry, vocab: u32, memory: M) -> Self {
         let layout = &geometry.layout;
         let layers = (0..layout.layers() as u32).filter_map(|layer| layout.locate(layer)).collect();
-        let (host, pending) = (BTreeMap::new(), VecDeque::new());
-        let (slot, latest) = (Vec::new(), Vec::new());
-        FakeModel { geometry, vocab: vocab.max(1), memory, host, layers, slot, late: false, pending, latest }
+        let (pending, slot, latest) = (VecDeque::new(), Vec::new(), Vec::new());
+        FakeModel { geometry, vocab: vocab.max(1), memory, layers, slot, late: false, pending, latest }
     }
 
     /// The same model, as late as any device can be: a step is computed when it is collected, in the blocks its rows
@@ -326,24 +320,6 @@ impl<M: KvMemory> FakeModel<M> {
         }
     }
 
-    fn swap_out(&mut self, swap: &BlockSwap) {
-        let mut bytes = vec![0; self.geometry.layout.block_bytes_all_layers(swap.group)];
-        for (inner, part) in bytes.chunks_exact_mut(self.geometry.layout.block_bytes(swap.group)).enumerate() {
-            self.memory.load(self.geometry.block_range(swap.group, inner, swap.block).start, part);
-        }
-        self.host.insert((swap.group, swap.host), bytes);
-    }
-
-    /// Forgets what it brings back: nobody may rely on that host memory afterwards.
-    fn swap_in(&mut self, swap: &BlockSwap) -> Result<(), RunError> {
-        let bytes = self.host.remove(&(swap.group, swap.host));
-        let bytes = bytes.ok_or_else(|| RunError(format!("nothing was copied to host memory for {swap:?}")))?;
-        for (inner, part) in bytes.chunks_exact(self.geometry.layout.block_bytes(swap.group)).enumerate() {
-            self.memory.store(self.geometry.block_range(swap.group, inner, swap.block).start, part);
-        }
-        Ok(())
-    }
-
     /// Makes the copies of a step and computes its rows. Tokens and samples come from `batch`. A token that a row
     /// follows is taken from the previous step unless it is known by now.
     fn compute(
@@ -352,8 +328,6 @@ impl<M: KvMemory> FakeModel<M> {
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
     ) -> Result<(), RunError> {
-        pending.swap_out.iter().for_each(|swap| self.swap_out(swap));
-        pending.swap_in.iter().try_for_each(|swap| self.swap_in(swap))?;
         pending.copies.iter().for_each(|copy| self.copy(copy));
         let follows = |row: &Row<'_>| row.follows.filter(|_| !self.late);
         let unknown = |row: &Row<'_>| Some(self.latest.get(follows(row)? as usize)?.id);

@@ -32,8 +32,6 @@ pub struct Holding<'a> {
     pub tables: &'a [BlockTable],
     /// Blocks that it copies before its first step, one per layer group or none.
     pub sources: &'a [BlockId],
-    /// Its blocks of host memory, each with its layer group.
-    pub host: Vec<(usize, BlockId)>,
     /// It has ended, and keeps its blocks until the steps in flight are over.
     pub ended: bool,
 }
@@ -59,16 +57,14 @@ impl Engine {
                 Phase::Running(tables) => (Hold::Running, tables.sources()),
                 Phase::Held(tables) => (Hold::Held, tables.sources()),
             };
-            let host = sequence.swapped.iter().flat_map(|s| &s.blocks).map(|b| (b.group, b.host)).collect();
             let ended = sequence.doomed.is_some();
-            Holding { seq: *seq, hold, tables: sequence.tables(), sources, host, ended }
+            Holding { seq: *seq, hold, tables: sequence.tables(), sources, ended }
         });
         let quarantines = self.quarantine.iter().map(|(seq, quarantine)| Holding {
             seq: *seq,
             hold: Hold::Quarantined,
             tables: quarantine.as_slice(),
             sources: &[],
-            host: Vec::new(),
             ended: true,
         });
         sequences.chain(quarantines)

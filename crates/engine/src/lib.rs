@@ -41,8 +41,6 @@ mod saturation;
 mod sequence;
 mod share;
 mod step;
-mod swap;
-mod swapped;
 
 pub use batch::{Batch, ModelRunner, Row, Sample, Score};
 pub use config::{EngineConfig, Order};
@@ -56,7 +54,6 @@ pub use saturation::Saturation;
 pub use sequence::{NewSequence, Start};
 pub use share::Share;
 pub use step::{Step, StepRow, completed_blocks};
-pub use swap::{BlockSwap, SwapConfig, SwapRates};
 
 pub use baton_kv_cache::{
     BlockCopy, BlockCounts, BlockName, BlockTable, CacheChange, CacheConfig, CacheFeed, Cached, Eviction, HOLE,

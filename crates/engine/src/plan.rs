@@ -20,9 +20,9 @@
 //!
 //! A step may be planned ahead, while another is in flight. The plan assumes that the step in flight succeeds and that
 //! no answer ends with it except by its length. If an answer ends in another way, its row in the planned step is
-//! computed in vain, and the token is not delivered. Planning ahead never takes blocks back, never copies to host
-//! memory, and never plans a row whose sampling must look at a token that is not known yet. If any sequence needs one
-//! of these, all wait for the step in flight, so that nobody advances at another's cost.
+//! computed in vain, and the token is not delivered. Planning ahead never takes blocks back, and never plans a row whose
+//! sampling must look at a token that is not known yet. If any sequence needs one of these, all wait for the step in
+//! flight, so that nobody advances at another's cost.
 
 use baton_kv_cache::{KvError, Readers, Tables};
 use baton_types::SeqId;
@@ -88,14 +88,8 @@ impl Engine {
         let mut rows = self.spare_steps.pop().unwrap_or_default();
         rows.clear();
         self.plan_decodes(&mut rows);
-        self.admit(&mut rows, events);
+        self.admit(events);
         self.plan_chunks(&mut rows);
-        if rows.is_empty() && self.swaps_out() {
-            // No step will make the planned copies. Once they are dropped, all blocks may be lent.
-            self.swapped_out(false);
-            self.admit(&mut rows, events);
-            self.plan_chunks(&mut rows);
-        }
         if rows.is_empty() {
             debug_assert_eq!(self.check(), Ok(()), "I6");
             if self.in_flight == 0 {
@@ -120,8 +114,8 @@ impl Engine {
 
     /// Whether the next step can only be planned when the one in flight is over.
     fn waits(&self) -> bool {
-        let running = || self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
-        self.in_flight > 0 && (self.swaps_out() || running().any(Sequence::waits_for_tokens))
+        let mut running = self.running.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        self.in_flight > 0 && running.any(Sequence::waits_for_tokens)
     }
 
     fn expire(&mut self, now: Time, events: &mut Vec<Event>) {
@@ -312,21 +306,18 @@ impl Engine {
         }
     }
 
-    /// Takes a sequence's blocks. It keeps its tokens and waits in its place in the queue. Later its KV comes back from
-    /// host memory, if that is cheaper, or from where it was kept below the pool, or is computed again (I1) as far as it is not in the prefix cache
-    /// by then.
+    /// Takes a sequence's blocks. It keeps its tokens and waits in its place in the queue. Later its KV comes back from where it was kept below the
+    /// pool, or is computed again (I1), as far as it is not in the prefix cache by then.
     pub(crate) fn preempt(&mut self, seq: SeqId) {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return };
         let (turn, computed) = (sequence.turn, std::mem::take(&mut sequence.computed));
         if let Phase::Running(mut tables) = std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             let tokens = &sequence.tokens[..computed as usize];
             let indexed = self.pools.index(&mut tables, tokens, Readers::Nobody, true);
-            sequence.swapped = self.host.take(&self.pools, seq, &tables, (computed, sequence.len()));
             // Those that run may need a block each before the others are kept.
             let size = self.pools.block_size();
             let kept = computed.saturating_sub(self.running.len() as u32 * size);
-            if sequence.swapped.is_none()
-                && let Some(ended) = self.ended.as_mut().filter(|ended| ended.len() < MOST_ENDED)
+            if let Some(ended) = self.ended.as_mut().filter(|ended| ended.len() < MOST_ENDED)
                 && let Some(left) = sequence.leaves(kept)
             {
                 sequence.names = left.prefix.root.chain(&sequence.tokens, size).collect();

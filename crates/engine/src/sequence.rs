@@ -6,7 +6,6 @@ use baton_kv_cache::{BlockName, BlockTable, LentTables, Prefix, Tables};
 use baton_types::{Class, FinishReason, RequestId, SamplingParams, SeqId, TokenOut};
 
 use crate::config::{AGED, BATCH_AGED};
-use crate::swapped::Swapped;
 use crate::{EngineError, Exchange, Share, Time};
 
 /// Where a sequence's KV comes from, and what happens then.
@@ -125,8 +124,6 @@ pub(crate) struct Sequence {
     /// The start tag of its tenant's share.
     pub start_tag: u64,
     pub phase: Phase,
-    /// Its KV in host memory: while it waits, and during the step that brings it back.
-    pub swapped: Option<Swapped>,
     /// Whether its KV may be kept elsewhere.
     pub kept: Kept,
     /// Leading tokens whose KV is in its blocks.
@@ -228,7 +225,6 @@ impl Sequence {
             tenant: share.tenant,
             start_tag: 0,
             phase: Phase::Waiting,
-            swapped: None,
             kept: Kept::Nowhere,
             computed: 0,
             flight: RowsInFlight::default(),
@@ -289,11 +285,11 @@ impl Sequence {
     }
 
     /// Tokens of its prompt, and of an answer that lost its KV, that are still to be computed here. The single token that a decode row
-    /// computes does not count, nor does what a peer computes or host memory has.
+    /// computes does not count, nor does what a peer computes.
     pub fn to_prefill(&self) -> u32 {
         let elsewhere = matches!(self.phase, Phase::Waiting) && self.start == Start::Receive;
         let comes = matches!(self.phase, Phase::Receiving(_) | Phase::Held(_));
-        if elsewhere || comes || self.swapped.is_some() {
+        if elsewhere || comes {
             return 0;
         }
         Some(self.lacks()).filter(|lacks| *lacks > 1).unwrap_or(0)
@@ -302,7 +298,7 @@ impl Sequence {
     /// Positions of the tokens that are still to be computed here before it can go on answering, those of steps in flight included.
     pub fn to_compute(&self) -> Option<Range<u32>> {
         let elsewhere = matches!(self.phase, Phase::Waiting) && self.start == Start::Receive;
-        if elsewhere || self.swapped.is_some() || self.doomed.is_some() {
+        if elsewhere || self.doomed.is_some() {
             return None;
         }
         let from = match self.phase {

@@ -116,18 +116,6 @@ impl KvPools {
         Ok(())
     }
 
-    /// Number of leading blocks that have other owners too, in every group. These tables alone keep only the later blocks in
-    /// use.
-    pub fn leading_shared(&self, tables: &Tables) -> u32 {
-        let shared = |group: usize, block: &BlockId| {
-            *block == HOLE || self.pools[group].state(*block).is_ok_and(|(_, owners)| owners > 1)
-        };
-        let leading = |(group, table): (usize, &BlockTable)| {
-            table.blocks().iter().take_while(|block| shared(group, block)).count() as u32
-        };
-        tables.tables.iter().enumerate().map(leading).min().unwrap_or(0)
-    }
-
     /// Whether another sequence that shares the first `tokens` tokens will find all blocks it needs among these lent ones. In
     /// groups with a window, not all blocks are lent.
     pub fn will_hold(&self, lent: &LentTables, tokens: u32) -> bool {

@@ -66,15 +66,13 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
-    /// Does the batch's swaps and copies, then runs its rows through all layers.
+    /// Does the batch's copies, then runs its rows through all layers.
     fn compute(
         &mut self,
         batch: &Batch<'_>,
         on_layer: &mut dyn FnMut(u32),
         draws: &[Draw<'_>],
     ) -> Result<(), RunError> {
-        batch.swap_out.iter().for_each(|swap| self.backend.swap_out(swap.group, swap.block, swap.host));
-        batch.swap_in.iter().for_each(|swap| self.backend.swap_in(swap.group, swap.host, swap.block));
         batch.copies.iter().for_each(|copy| self.backend.copy_block(copy.group, copy.from, copy.to));
         self.forward(on_layer, draws)
     }

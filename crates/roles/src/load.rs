@@ -115,7 +115,7 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_engine::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, SwapConfig, fake};
+    use baton_engine::{CacheConfig, EngineConfig, NewSequence, Order, Share, Start, fake};
     use baton_types::{Class, PoolGeometry, RequestId, SamplingParams};
 
     #[test]
@@ -132,7 +132,6 @@ mod tests {
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let mut engine = Engine::new(config, &PoolGeometry::uniform(fake::tiny_layout(4), 100)).unwrap();
         let starts = [(Start::Compute, 12), (Start::Receive, 20)];

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, SwapRates, Time};
+use baton_engine::{Batch, BlockCounts, Cached, Engine, Event, RunError, Step, Time};
 use baton_handoff::TransferError;
 use baton_latency::{Backlog, StepModel, StepWork};
 use baton_types::{KvLayout, SeqId, TokenOut};
@@ -408,22 +408,14 @@ impl<R: RoleCore> WorkerCore<R> {
                 self.lost = lost;
             }
         }
-        self.learn(prefilled, decoded, took);
+        if prefilled > decoded {
+            self.prefills.add(prefilled + decoded, took);
+        }
         self.recent.add(answered, prefilled > 0, took, now);
         out.push(Effect::Stepped(done));
         self.deliver(out);
         if let Some(error) = self.lost.clone().filter(|_| self.in_flight.is_empty()) {
             out.push(Effect::Ended(error));
-        }
-    }
-
-    /// Measures the prefill rate, which says what computing a preempted sequence again would cost. Known once something
-    /// was computed.
-    fn learn(&mut self, prefilled: u64, decoded: u64, took: Duration) {
-        if prefilled > decoded {
-            let prefill_tokens_per_second = self.prefills.add(prefilled + decoded, took);
-            let copy_bytes_per_second = self.engine.config().swap.rates.copy_bytes_per_second;
-            self.engine.set_swap_rates(SwapRates { copy_bytes_per_second, prefill_tokens_per_second });
         }
     }
 

@@ -61,7 +61,7 @@ impl Accounts {
             holders.clear();
             holders.resize(*blocks as usize, Holders::default());
         }
-        let (mut aside, mut host) = (BTreeSet::new(), Vec::new());
+        let mut aside = BTreeSet::new();
         for holding in engine.holdings() {
             if holding.hold == Hold::Quarantined {
                 aside.insert(holding.seq);
@@ -72,11 +72,9 @@ impl Accounts {
             let ends = stored.unwrap_or_else(|| books.will_end(&holding));
             ends.map_err(|what| format!("{} ({:?}): {what}", holding.seq, holding.hold))?;
             self.enter(&holding)?;
-            host.extend(holding.host);
         }
         self.aside = aside;
-        self.compare(books, engine)?;
-        check_host(engine, host)
+        self.compare(books, engine)
     }
 
     /// Enters a sequence as the holder of its blocks.
@@ -151,17 +149,6 @@ pub(crate) fn present<'a>(holding: &'a Holding<'_>) -> impl Iterator<Item = (usi
     let tables = holding.tables.iter().enumerate();
     let all = tables.flat_map(|(group, table)| (0..).zip(table.blocks()).map(move |(at, block)| (group, at, *block)));
     all.filter(|(_, _, block)| *block != HOLE).map(|(group, at, block)| (group, Some(at), block))
-}
-
-/// A block of host memory belongs to one sequence, or it is free.
-fn check_host(engine: &Engine, mut host: Vec<(usize, BlockId)>) -> Checked {
-    let (held, counts) = (host.len() as u32, engine.host_counts());
-    host.sort_unstable();
-    host.dedup();
-    match (host.len() as u32, counts.used, counts.used + counts.free) == (held, held, counts.total) {
-        true => Ok(()),
-        false => Err(format!("host memory: {held} blocks are held, {} of them once; {counts:?}", host.len())),
-    }
 }
 
 impl World {

@@ -190,12 +190,12 @@ impl World {
         let Thread { core, model, .. } = thread;
         let launched = core.with_batch(step, |batch| {
             let follow = batch.rows.iter().filter(|row| row.follows.is_some()).count();
-            let counts = [batch.copies.len(), batch.swap_out.len(), batch.swap_in.len(), follow];
+            let counts = [batch.copies.len(), follow];
             model.launch(batch, &mut |_| {}).map(|()| counts)
         });
         match launched {
             Some(Ok(counts)) => {
-                let names = ["blocks copied", "blocks swapped out", "blocks swapped in", "rows of unknown tokens"];
+                let names = ["blocks copied", "rows of unknown tokens"];
                 names.into_iter().zip(counts).for_each(|(name, count)| self.count_work(name, count as u64));
             }
             // The fake model rejects tables, positions and copies that cannot be right.

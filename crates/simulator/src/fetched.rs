@@ -67,9 +67,7 @@ impl World {
             return;
         }
         let counts = core.with_batch(step, |batch: &Batch<'_>| {
-            let copied = batch.copies.iter().map(|copy| (copy.group, copy.to));
-            let written = copied.chain(batch.swap_in.iter().map(|swap| (swap.group, swap.block)));
-            forget(fetched, written);
+            forget(fetched, batch.copies.iter().map(|copy| (copy.group, copy.to)));
             let (mut rows, mut given) = (0, 0);
             for row in batch.rows {
                 let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));

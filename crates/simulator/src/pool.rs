@@ -163,7 +163,7 @@ fn reference(layout: &KvLayout, tokens: &[u32]) -> Result<(Memory<()>, Blocks), 
     let mut model = FakeModel::with_memory(memory.geometry.clone(), VOCAB, memory.bytes.clone());
     let row =
         Row { seq: SeqId(0), tokens, follows: None, start: 0, tables: tables.as_slice(), score: None, sample: None };
-    let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+    let batch = Batch { rows: &[row], copies: &[] };
     model.run(&batch, &mut |_| {}, &mut Vec::new()).map_err(|e| e.to_string())?;
     let blocks = tables.as_slice().iter().map(|table| table.blocks().to_vec()).collect();
     Ok((memory, blocks))

@@ -1,6 +1,6 @@
 //! The sizes and settings of a run's engines.
 
-use baton_engine::{CacheConfig, EngineConfig, Eviction, Order, SwapConfig, SwapRates};
+use baton_engine::{CacheConfig, EngineConfig, Eviction, Order};
 use baton_types::testing::Random;
 use baton_types::{KvLayout, PoolGeometry, mix};
 
@@ -18,15 +18,10 @@ pub(crate) fn engine(random: &mut Random) -> EngineConfig {
         order: Order::ALL[random.below(3) as usize],
         overtakes: 3,
         cache: CacheConfig { max_blocks: if random.chance(700) { u32::MAX } else { 0 }, ..CacheConfig::default() },
-        swap: SwapConfig {
-            bytes: if random.chance(300) { 4096 } else { 0 },
-            rates: SwapRates { copy_bytes_per_second: u64::MAX, prefill_tokens_per_second: 1 },
-        },
     }
 }
 
-/// Varies seldom-used settings: a cache of few blocks, every eviction policy, swap memory that is too small or not worth its copies,
-/// tight batches. Draws nothing from the seed's main sequence.
+/// Varies seldom-used settings: a cache of few blocks, every eviction policy, tight batches. Draws nothing from the seed's main sequence.
 pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
     let random = &mut Random(mix(seed ^ 0x656e_6769_6e65));
     if random.chance(400) {
@@ -38,15 +33,11 @@ pub(crate) fn vary(config: EngineConfig, seed: u64) -> EngineConfig {
         max_kept: few(random),
         eviction: Eviction::ALL[random.below(3) as usize],
     };
-    let bytes = [0, random.below(4_000), 1 << 20][random.below(3) as usize];
-    let (copy_bytes_per_second, prefill_tokens_per_second) =
-        [(u64::MAX, 1), (200, 1), (0, 1)][random.below(3) as usize];
-    let swap = SwapConfig { bytes, rates: SwapRates { copy_bytes_per_second, prefill_tokens_per_second } };
     let max_running = random.within(1, 6) as u32;
     let token_budget = max_running + random.below(30) as u32;
     let (chunk, overtakes) = (random.within(1, 20) as u32, random.below(20) as u32);
     let reserve_ahead = random.below(30) as u32;
-    EngineConfig { cache, swap, max_running, token_budget, chunk, overtakes, reserve_ahead, ..config }
+    EngineConfig { cache, max_running, token_budget, chunk, overtakes, reserve_ahead, ..config }
 }
 
 /// Blocks of a pool that is short of room: enough for the longest request (20 tokens of prompt and 24 of answer), and a few more.

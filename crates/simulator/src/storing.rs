@@ -180,9 +180,7 @@ impl World {
             of.values().any(|list| list.contains(&at))
         };
         let touched = core.with_batch(step, |batch| {
-            let copied = batch.copies.iter().map(|copy| (copy.group, copy.to));
-            let mut writes: Vec<(usize, BlockId)> =
-                copied.chain(batch.swap_in.iter().map(|swap| (swap.group, swap.block))).collect();
+            let mut writes: Vec<_> = batch.copies.iter().map(|copy| (copy.group, copy.to)).collect();
             let mut reads = Vec::new();
             for row in batch.rows {
                 let (from, to) = (row.start as usize / size, (row.start as usize + row.tokens.len()).div_ceil(size));
@@ -193,7 +191,6 @@ impl World {
                 }
             }
             reads.extend(batch.copies.iter().map(|copy| (copy.group, copy.from)));
-            reads.extend(batch.swap_out.iter().map(|swap| (swap.group, swap.block)));
             let used = reads.iter().chain(&writes).filter(|(_, block)| *block != HOLE);
             let loaded = { used }.find(|at| among(&kept.written, **at)).map(|at| (*at, "loaded"));
             loaded.or_else(|| writes.iter().find(|at| among(&kept.read, **at)).map(|at| (*at, "saved")))

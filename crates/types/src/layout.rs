@@ -206,6 +206,11 @@ impl KvLayout {
         self.block_bytes(group) * self.groups[group].layers.len()
     }
 
+    /// Bytes of one block of each layer group together.
+    pub fn block_bytes_all_groups(&self) -> u64 {
+        (0..self.groups.len()).map(|group| self.block_bytes_all_layers(group) as u64).sum()
+    }
+
     /// Blocks needed to hold `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_size as usize)

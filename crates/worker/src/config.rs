@@ -72,9 +72,6 @@ baton_runtime::config! {
         /// By what other workers of this host open a KV pool in a GPU's memory: auto, by file descriptors where the driver has them; legacy, by
         /// CUDA's inter-process handles, for which pods need hostIPC and hostPID. Try legacy if the driver or UCX fails on such memory.
         gpu_pool_handles: GpuPoolHandles = GpuPoolHandles::Auto,
-        /// Most host memory, outside the pool, for the KV of preempted sequences. Used where copying KV is faster than computing it again;
-        /// 0B: none.
-        swap_bytes: Bytes = Bytes(0),
         /// Longest sequence in tokens, prompt and answer together; default: the model's context, or less if the pool cannot hold it. With
         /// an attention window it may exceed the model's context.
         context: Option<u32> = None,

@@ -375,7 +375,7 @@ fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Opti
 #[cfg(test)]
 mod tests {
     use baton_engine::fake::tiny_layout;
-    use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start, SwapConfig};
+    use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start};
     use baton_roles::{Decode, Ticket, decode};
     use baton_types::{ErrorKind, PoolGeometry, RequestId, SamplingParams, TokenOut};
 
@@ -437,7 +437,6 @@ mod tests {
             order: Order::Priority,
             overtakes: 2,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let geometry = PoolGeometry::uniform(tiny_layout(4), 30);
         let engine = Engine::new(limits, &geometry).unwrap();

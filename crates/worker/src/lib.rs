@@ -8,7 +8,7 @@
 //!
 //!
 //! - `node` → `load`, `settings`, `service`, `sharing`, `wire`; `node` → `serving` → `engine_thread`
-//! - `load` → `backend`, `settings`, `plan`, `ranks`, `packed`, `swap`, `pack`; `measure` → `plan`, `pool`, `swap`
+//! - `load` → `backend`, `settings`, `plan`, `ranks`, `packed`, `pack`; `measure` → `plan`, `pool`
 //! - `no_model` → `load`, `plan`, `pool`, `achieved`
 //! - `load`, `measure`, `plan` → `budget`; `ranks` → `pool`
 //! - `stream` → `spans`; `stream` → `engine_thread` → `report`, `watchdog`, `wire`; `report` → `signals`
@@ -54,7 +54,6 @@ mod signals;
 mod spans;
 mod stored;
 mod stream;
-mod swap;
 mod telemetry;
 mod tiers;
 mod watchdog;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use baton_engine::{EngineConfig, ModelRunner, SwapConfig};
+use baton_engine::{EngineConfig, ModelRunner};
 use baton_grammar::Grammars;
 use baton_kernels::Backend;
 use baton_kernels::cuda::ExchangingDevice;
@@ -22,7 +22,6 @@ use crate::pack::find_pack_tokens;
 use crate::packed::with_packed_weights;
 use crate::plan::{Place, Plan, layout, plan};
 use crate::settings::check_on_cpu;
-use crate::swap::prepare_swap;
 use crate::{PackTokens, WorkerConfig, ranks};
 
 /// Finds and opens the model. Fetches it first if it is a name or a hub id that is not in the cache yet.
@@ -82,10 +81,9 @@ pub(crate) fn load(config: &WorkerConfig) -> Result<Ready, WorkerError> {
 fn load_on_cpu(config: &WorkerConfig, model: &Model) -> Result<Ready, WorkerError> {
     check_on_cpu(config)?;
     ranks::check_heads(config, model)?;
-    let Plan { geometry, limits, mut engine } = plan(config, model, Place::Host)?;
+    let Plan { geometry, limits, engine } = plan(config, model, Place::Host)?;
     let (backends, pool) = ranks::on_cpu(config, &geometry)?;
-    let mut backends = with_packed_weights(config, model, backends)?;
-    engine.swap = prepare_swap(config, &mut backends, &geometry)?;
+    let backends = with_packed_weights(config, model, backends)?;
     let runner = TensorParallel::on_cpu(model, &geometry.layout, limits, backends)?;
     measure_ceilings(config)?;
     ready(config, model, runner, (geometry, pool), engine)
@@ -103,11 +101,10 @@ pub fn load_on_devices<D: ExchangingDevice>(
     check(devices.len() == config.kv.tp as usize, "tp", config.kv.tp, format!("{}, a rank a device", devices.len()))?;
     ranks::check_heads(config, model)?;
     let memory = GpuMemory::of(devices).map_err(ModelError::from)?;
-    let Plan { geometry, limits, mut engine } = plan(config, model, Place::Gpu(memory))?;
+    let Plan { geometry, limits, engine } = plan(config, model, Place::Gpu(memory))?;
     // Before anything is loaded, so that a missing connection is reported at once.
     let exchange = (devices.len() > 1).then(|| D::connect(devices)).transpose().map_err(WorkerError::Backend)?;
     let (mut backends, pool) = ranks::on_devices(config, &geometry, devices)?;
-    engine.swap = prepare_swap(config, &mut backends, &geometry)?;
     let runner = match exchange {
         Some(exchange) => TensorParallel::on_devices(model, &geometry.layout, limits, backends, exchange)?,
         None => TensorParallel::alone(model, &geometry.layout, limits, backends.swap_remove(0))?,
@@ -129,7 +126,7 @@ fn ready<B: Backend + 'static>(
         engine.pack_tokens = find_pack_tokens(&mut runner, vocab, &engine, &geometry)?;
     }
     let (backend, grammars) = (runner.backend_name(), runner.grammars());
-    let token = SwapConfig::block_bytes(&geometry.layout) / u64::from(geometry.layout.block_size);
+    let token = geometry.layout.block_bytes_all_groups() / u64::from(geometry.layout.block_size);
     let costs = Costs::of(model, config, token, matches!(pool, Pool::Device(_)));
     Ok(Ready {
         runner: Box::new(runner),

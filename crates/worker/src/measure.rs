@@ -12,7 +12,6 @@ use baton_types::{KvLayout, PoolGeometry};
 use crate::budget::GpuMemory;
 use crate::plan::{Place, Plan, plan};
 use crate::pool::on_host;
-use crate::swap::prepare_swap;
 use crate::{WorkerConfig, WorkerError};
 
 /// A model on a backend.
@@ -37,10 +36,9 @@ pub fn load_on<B: Backend>(
     let threads = config.threads.unwrap_or(CpuOptions::default().threads);
     let options = CpuOptions { threads, isa, pinned: config.pin_threads };
     let (_, memory) = on_host(&geometry)?;
-    let mut backend = wrap(CpuBackend::new(options, memory).map_err(ModelError::from)?, &geometry.layout);
-    let swap = prepare_swap(config, std::slice::from_mut(&mut backend), &geometry)?;
+    let backend = wrap(CpuBackend::new(options, memory).map_err(ModelError::from)?, &geometry.layout);
     let decoder = Decoder::load(model, &geometry.layout, backend, limits)?;
-    Ok(Loaded { decoder, geometry, engine: EngineConfig { swap, ..engine } })
+    Ok(Loaded { decoder, geometry, engine })
 }
 
 /// Loads an open model and its pool onto a GPU. Transfers cannot reach this pool. Blocks for seconds.

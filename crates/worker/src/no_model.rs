@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_engine::{Batch, ModelRunner, RunError, SwapConfig};
+use baton_engine::{Batch, ModelRunner, RunError};
 use baton_grammar::Grammars;
 use baton_types::TokenOut;
 
@@ -32,7 +32,7 @@ pub fn load_pool(config: &WorkerConfig, computed_by: String) -> Result<Ready, Wo
     let model = open_model(config)?;
     let Plan { geometry, engine, .. } = plan(config, &model, Place::Host)?;
     let (pool, _) = pool::on_host(&geometry)?;
-    let token = SwapConfig::block_bytes(&geometry.layout) / u64::from(geometry.layout.block_size);
+    let token = geometry.layout.block_bytes_all_groups() / u64::from(geometry.layout.block_size);
     let vocab = model.config().vocab_size;
     Ok(Ready {
         runner: Box::new(NoModel),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_cluster::{Member, Role};
-use baton_engine::{Engine, EngineConfig, Exchange, NameSecret, NewSequence, Start, SwapConfig};
+use baton_engine::{Engine, EngineConfig, Exchange, NameSecret, NewSequence, Start};
 use baton_grammar::Grammars;
 use baton_proto::OnlyFor;
 use baton_proto::v1::{self, DESCRIPTORS, exchange_server::ExchangeServer, worker_server::WorkerServer};
@@ -204,7 +204,7 @@ impl Node {
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);
         tokio::spawn(async move { publisher.publish().await });
-        let pool = (node.pool.exported_as(), SwapConfig::block_bytes(&node.geometry.layout));
+        let pool = (node.pool.exported_as(), node.geometry.layout.block_bytes_all_groups());
         let service = WorkerService::new(node.id, N::ROLE.as_str(), handle.snapshot(), pool, news);
         if let Some(store) = of_store {
             service.report_tiers(move || tiers::told(&store));
@@ -213,7 +213,7 @@ impl Node {
         let peers = Arc::clone(&ends);
         service.report_peers(move || peers.peers());
         let (links, layout) = (service.clone(), &node.geometry.layout);
-        let token_bytes = (SwapConfig::block_bytes(layout) / u64::from(layout.block_size)) as u32;
+        let token_bytes = (layout.block_bytes_all_groups() / u64::from(layout.block_size)) as u32;
         let load_seconds = move || load_seconds.as_ref().map_or(0.0, |seconds| seconds());
         tokio::spawn(async move { links.tell_links(token_bytes, load_seconds).await });
         let numerics = tiers::numerics(&node.config, &backend);

@@ -91,7 +91,7 @@ impl Steps {
 #[cfg(test)]
 mod tests {
     use baton_engine::fake::{FakeModel, tiny_layout};
-    use baton_engine::{Batch, Order, SwapConfig};
+    use baton_engine::{Batch, Order};
     use baton_types::TokenOut;
 
     use super::*;
@@ -124,7 +124,6 @@ mod tests {
             order: Order::Priority,
             overtakes: 3,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let mut steps = Steps::new(&limits, &geometry, 50).unwrap();
         assert_eq!(steps.longest(), 120, "what the pool holds");

@@ -1,6 +1,6 @@
 //! Computes sizes from settings and a model: the pool's shape, the engine's limits and the decoder's. Allocates nothing.
 
-use baton_engine::{CacheConfig, EngineConfig, Eviction, SwapConfig};
+use baton_engine::{CacheConfig, EngineConfig, Eviction};
 use baton_model::{DecoderLimits, Footprint, kv_layout};
 use baton_model_files::Model;
 use baton_runtime::Bytes;
@@ -117,7 +117,6 @@ pub(crate) fn plan(config: &WorkerConfig, model: &Model, place: Place) -> Result
         order: config.order.0,
         overtakes: config.overtakes,
         cache: cache(config, blocks),
-        swap: SwapConfig::default(),
     };
     Ok(Plan { geometry: PoolGeometry::uniform(layout, blocks), limits, engine })
 }

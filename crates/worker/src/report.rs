@@ -78,14 +78,6 @@ fn report_engine<R: RoleCore>(core: &WorkerCore<R>, now: &Snapshot) {
     counter!(names::DECODE_TOKENS).absolute(e.decoded_tokens());
     counter!(names::DECODED_WASTED).absolute(e.decoded_wasted());
     counter!(names::PREEMPTIONS).absolute(e.preemptions());
-    counter!(names::SWAPS).absolute(e.swaps());
-    for (direction, blocks) in ["out", "in"].into_iter().zip(e.swapped_blocks()) {
-        counter!(names::SWAPPED_BLOCKS, "direction" => direction).absolute(blocks);
-    }
-    let host = e.host_counts();
-    for (state, count) in [("free", host.free), ("used", host.used)] {
-        gauge!(names::SWAP_BLOCKS, "state" => state).set(count as f64);
-    }
     for (state, count) in [
         ("free", blocks.free),
         ("used", blocks.used),

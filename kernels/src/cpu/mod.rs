@@ -35,7 +35,7 @@ mod weight;
 
 use std::sync::Arc;
 
-use baton_types::{BlockId, PoolGeometry};
+use baton_types::BlockId;
 pub use ceilings::Ceilings;
 pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
@@ -83,8 +83,6 @@ pub struct CpuBackend {
     isa: Isa,
     threads: Threads,
     pool: Arc<HostPool>,
-    /// What is swapped out of the pool.
-    swapped: HostPool,
     scratch: Quantised,
     weights: Arena,
     packed: Packed,
@@ -122,13 +120,11 @@ impl CpuBackend {
     /// A backend over a pool.
     pub fn new(options: CpuOptions, pool: Arc<HostPool>) -> Result<Self, KernelError> {
         let threads = Threads::new(options.threads.max(1), options.pinned)?;
-        let swapped = HostPool::in_memory(PoolGeometry::uniform(pool.geometry().layout.clone(), 0))?;
         let plans = pool.geometry().layout.groups.iter().map(|_| Plan::default()).collect();
         Ok(CpuBackend {
             isa: options.isa,
             threads,
             pool,
-            swapped,
             scratch: Quantised::with_capacity(0)?,
             weights: Arena::default(),
             packed: Packed::Anew,
@@ -333,20 +329,6 @@ impl Backend for CpuBackend {
 
     fn read(&mut self, buffer: &Pages<f32>, offset: usize, out: &mut [f32]) {
         out.copy_from_slice(&buffer[offset..offset + out.len()]);
-    }
-
-    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
-        let layout = self.pool.geometry().layout.clone();
-        self.swapped = HostPool::in_memory(PoolGeometry::uniform(layout, blocks))?;
-        Ok(())
-    }
-
-    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId) {
-        self.pool.copy_block_to(group, block, host, &self.swapped);
-    }
-
-    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId) {
-        self.swapped.copy_block_to(group, host, block, &self.pool);
     }
 
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {

@@ -134,18 +134,6 @@ impl<D: Device> Backend for CudaBackend<D> {
         true
     }
 
-    fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
-        self.pool.reserve_swap(blocks)
-    }
-
-    fn swap_out(&mut self, group: usize, block: BlockId, host: BlockId) {
-        self.attempt(|b| b.pool.swap_out(&b.queue, group, block, host));
-    }
-
-    fn swap_in(&mut self, group: usize, host: BlockId, block: BlockId) {
-        self.attempt(|b| b.pool.swap_in(&b.queue, group, host, block));
-    }
-
     fn copy_block(&mut self, group: usize, from: BlockId, to: BlockId) {
         self.attempt(|b| {
             b.queue.at_least(&mut b.indices, 2 * size_of::<u32>())?;

@@ -1,4 +1,4 @@
-//! The KV pool in device memory, in the same layout as on the host, and the blocks of it that are swapped out to host memory.
+//! The KV pool in device memory, in the same layout as on the host.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -18,12 +18,10 @@ const MAX_HEAD_DIM: u32 = 256;
 /// Alignment in bytes of host pools: kernels load that many bytes at once.
 const ALIGN: usize = 16;
 
-/// Blocks on the device, and copies of some in host memory.
+/// Blocks on the device.
 pub(super) struct Pool<D: Device> {
     memory: Store<D>,
     geometry: PoolGeometry,
-    swapped: Vec<u8>,
-    swapped_geometry: PoolGeometry,
 }
 
 /// Where the blocks are.
@@ -94,8 +92,7 @@ impl<D: Device> Pool<D> {
     }
 
     fn with(memory: Store<D>, geometry: PoolGeometry) -> Self {
-        let swapped_geometry = PoolGeometry::uniform(geometry.layout.clone(), 0);
-        Pool { memory, geometry, swapped: Vec::new(), swapped_geometry }
+        Pool { memory, geometry }
     }
 
     /// Sets every byte of the pool.
@@ -176,40 +173,6 @@ impl<D: Device> Pool<D> {
         let mut out = vec![0; piece.bytes()];
         queue.read(piece, &mut out)?;
         Ok(out)
-    }
-
-    /// Reserves host memory for `blocks` swapped-out blocks of each group.
-    pub fn reserve_swap(&mut self, blocks: u32) -> Result<(), KernelError> {
-        let geometry = PoolGeometry::uniform(self.geometry.layout.clone(), blocks);
-        let bytes = geometry.bytes();
-        let mut swapped = Vec::new();
-        swapped.try_reserve_exact(bytes).map_err(|_| KernelError::Memory { bytes })?;
-        swapped.resize(bytes, 0);
-        (self.swapped, self.swapped_geometry) = (swapped, geometry);
-        Ok(())
-    }
-
-    pub fn swap_out(
-        &mut self,
-        queue: &Queue<D>,
-        group: usize,
-        block: BlockId,
-        host: BlockId,
-    ) -> Result<(), KernelError> {
-        for layer in 0..self.layers(group) {
-            let to = self.swapped_geometry.block_range(group, layer, host);
-            let range = self.geometry.block_range(group, layer, block);
-            queue.read(self.memory.piece(range.start, range.len()), &mut self.swapped[to])?;
-        }
-        Ok(())
-    }
-
-    pub fn swap_in(&self, queue: &Queue<D>, group: usize, host: BlockId, block: BlockId) -> Result<(), KernelError> {
-        for layer in 0..self.layers(group) {
-            let from = self.swapped_geometry.block_range(group, layer, host);
-            queue.write_bytes(self.block(group, layer, block), &self.swapped[from])?;
-        }
-        Ok(())
     }
 
     /// Copies a block to another, in all layers of its group. `pair` is device memory for the two block numbers.

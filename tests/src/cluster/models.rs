@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use baton_engine::SwapConfig;
 use baton_model::kv_layout;
 use baton_model_files::Model;
 use baton_types::{KvDtype, KvLayout, PoolGeometry};
@@ -20,7 +19,7 @@ pub fn tiny() -> anyhow::Result<TempDir> {
 
 /// Bytes of a block of 16 tokens of a model's KV pool, in f16.
 pub fn block_bytes(model: &Path) -> anyhow::Result<u64> {
-    Ok(SwapConfig::block_bytes(&layout(model)?))
+    Ok(layout(model)?.block_bytes_all_groups())
 }
 
 /// Where blocks lie in a pool of so many.

@@ -73,10 +73,8 @@ pub struct Pool {
     waited: usize,
     /// Sequences whose blocks were taken, so far.
     pub preemptions: u64,
-    /// Those of them whose KV went to host memory.
-    pub swaps: u64,
-    /// Blocks that went there, and came back.
-    pub swapped: [u64; 2],
+    /// Tokens whose KV came back from the worker's store.
+    pub loaded: u64,
 }
 
 impl Pool {
@@ -100,14 +98,13 @@ impl Pool {
     fn read(&mut self, metrics: &Metrics) {
         let count = |name, labels| metrics.sum(name, labels) as u64;
         self.preemptions = count(names::PREEMPTIONS, "");
-        self.swaps = count(names::SWAPS, "");
-        self.swapped = ["\"out\"", "\"in\""].map(|direction| count(names::SWAPPED_BLOCKS, direction));
+        self.loaded = count(names::LOADED_TOKENS, "");
     }
 }
 
 impl fmt::Display for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Pool { role, blocks, owned, waited, preemptions, swaps, swapped: [out, back] } = self;
+        let Pool { role, blocks, owned, waited, preemptions, loaded } = self;
         let percent = |part: &f64| format!("{:.0}", part * 100.0);
         let full = owned.iter().filter(|part| **part >= 0.9).count();
         let samples = owned.len().max(1) as f64;
@@ -117,30 +114,20 @@ impl fmt::Display for Pool {
         write!(
             f,
             "{} pool of {blocks} blocks: {}% owned by tenths of the time, {}% at most, 90% or more in {:.0}% of {} samples, \
-             sequences waiting in {:.0}%; {preemptions} preemptions, {swaps} of them swapped ({out} blocks out, {back} in), \
-             {} computed again",
+             sequences waiting in {:.0}%; {preemptions} preemptions, {loaded} tokens loaded from the store",
             role.as_str(),
             tenths.join(" "),
             percent(&most),
             share(full),
             owned.len(),
             share(*waited),
-            preemptions - swaps,
         )
     }
 }
 
 /// Samples the workers' pools until then.
 pub async fn pools(members: Vec<Member>, end: Instant) -> anyhow::Result<Vec<Pool>> {
-    let empty = |m: &Member| Pool {
-        role: m.role,
-        blocks: 0,
-        owned: Vec::new(),
-        waited: 0,
-        preemptions: 0,
-        swaps: 0,
-        swapped: [0; 2],
-    };
+    let empty = |m: &Member| Pool { role: m.role, blocks: 0, owned: Vec::new(), waited: 0, preemptions: 0, loaded: 0 };
     let mut pools: Vec<Pool> = members.iter().map(empty).collect();
     let mut tick = tokio::time::interval(TICK);
     while Instant::now() < end {
@@ -179,12 +166,9 @@ mod tests {
     #[test]
     fn a_pool_is_shown_over_time() {
         let owned = (0..40).map(|i| f64::from(i) / 40.0).collect();
-        let pool =
-            Pool { role: Role::Decode, blocks: 9, owned, waited: 10, preemptions: 3, swaps: 2, swapped: [20, 10] };
+        let pool = Pool { role: Role::Decode, blocks: 9, owned, waited: 10, preemptions: 3, loaded: 20 };
         let text = pool.to_string();
-        for part in
-            ["4 14 24", "94% owned", "in 10% of 40", "waiting in 25%", "3 preemptions, 2 of", "1 computed again"]
-        {
+        for part in ["4 14 24", "94% owned", "in 10% of 40", "waiting in 25%", "3 preemptions, 20 tokens"] {
             assert!(text.contains(part), "{text}");
         }
     }

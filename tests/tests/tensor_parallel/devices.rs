@@ -21,7 +21,6 @@ const OPTIONS: Options = Options {
     threads: 1,
     isa: baton_kernels::Isa::Portable,
     share: false,
-    swap_blocks: 0,
     sinks: None,
     context: Some(128),
 };
@@ -116,7 +115,7 @@ fn near_the_cpus<B: Backend>(model: &Model, ranks: &mut Local<B>, count: u32) ->
     Ok(())
 }
 
-/// Alone, together, cut otherwise, swapped out: the same bits, and the same tokens when the device chooses them.
+/// Alone, together, cut otherwise, preempted: the same bits, and the same tokens when the device chooses them.
 #[test]
 fn on_devices_too_the_route_changes_no_bit_at_one_degree() -> anyhow::Result<()> {
     let Some(all) = devices(2) else { return Ok(()) };
@@ -128,9 +127,7 @@ fn on_devices_too_the_route_changes_no_bit_at_one_degree() -> anyhow::Result<()>
         alone.0.append(&mut tokens);
         alone.1.extend(logits.into_iter().map(|((_, index), row)| ((place, index), row)));
     }
-    for options in
-        [OPTIONS, Options { chunk: 7, budget: 16, ..OPTIONS }, Options { blocks: 5, swap_blocks: 8, ..OPTIONS }]
-    {
+    for options in [OPTIONS, Options { chunk: 7, budget: 16, ..OPTIONS }, Options { blocks: 5, ..OPTIONS }] {
         ensure!(run(&mut on(options)?, &requests(&model))? == alone, "{options:?}"); // I1
     }
     let (generated, behind) = on(OPTIONS)?.generate(&requests(&model), true)?;
@@ -166,11 +163,8 @@ type Backends = (Vec<Arc<Device>>, Vec<CudaBackend<Device>>);
 
 fn backends(geometry: &PoolGeometry, ranks: u32) -> Backends {
     let devices = devices(ranks).unwrap();
-    let backend = |device: &Arc<Device>| {
-        let mut backend = CudaBackend::new(Arc::clone(device), geometry.of_ranks(ranks), INVARIANT).unwrap();
-        backend.reserve_swap(geometry.blocks[0]).unwrap();
-        backend
-    };
+    let backend =
+        |device: &Arc<Device>| CudaBackend::new(Arc::clone(device), geometry.of_ranks(ranks), INVARIANT).unwrap();
     let backends = devices.iter().map(backend).collect();
     (devices, backends)
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context, ensure};
 use baton_engine::{
     CacheConfig, Engine, EngineConfig, Event, ModelRunner, NewSequence, Order, RunError, SequenceError, Share, Start,
-    SwapConfig, Time, conformance,
+    Time, conformance,
 };
 use baton_kernels::{Backend, CpuBackend, CpuOptions, HostPool};
 use baton_model::parallel::{Collective, Sharding, TensorParallel, ThreadRanks};
@@ -96,7 +96,7 @@ fn every_architecture_says_the_same_at_every_degree() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// At a fixed degree not a bit depends on batch, chunks, threads, preemption or swapping.
+/// At a fixed degree not a bit depends on batch, chunks, threads or preemption.
 #[test]
 fn at_one_degree_the_route_changes_no_bit() -> anyhow::Result<()> {
     each_model(|name, model| {
@@ -118,7 +118,7 @@ fn at_one_degree_the_route_changes_no_bit() -> anyhow::Result<()> {
         for options in [
             Options { chunk: 512, ..plain },
             Options { chunk: 5, budget: 16, threads: 2, ..plain },
-            Options { chunk: 16, blocks: 8, swap_blocks: 8, ..plain },
+            Options { chunk: 16, blocks: 8, ..plain },
             Options { chunk: 16, blocks: 8, share: true, ..plain },
         ] {
             let together = run(&mut Local::ranks(model, options, ranks)?, &requests)?;
@@ -184,9 +184,7 @@ fn backends(geometry: &PoolGeometry, ranks: u32, threads: usize) -> Vec<CpuBacke
     let mine = PoolGeometry { layout: geometry.layout.clone().of_ranks(ranks), blocks: geometry.blocks.clone() };
     let backend = |_| {
         let pool = Arc::new(HostPool::in_memory(mine.clone()).unwrap());
-        let mut backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }, pool).unwrap();
-        backend.reserve_swap(geometry.blocks[0]).unwrap();
-        backend
+        CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }, pool).unwrap()
     };
     (0..ranks).map(backend).collect()
 }
@@ -248,7 +246,6 @@ fn small() -> EngineConfig {
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig::default(),
-        swap: SwapConfig::default(),
     }
 }
 

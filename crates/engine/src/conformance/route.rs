@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 
 use baton_kv_cache::{CacheConfig, Hit, KvPools, Need, Prefix, Readers, Tables};
-use baton_types::{BlockId, SeqId, TokenOut};
+use baton_types::{SeqId, TokenOut};
 
 use super::{Answers, Request, Setup, Violation};
-use crate::{Batch, BlockSwap, ModelRunner, Row, Sample, Score};
+use crate::{Batch, ModelRunner, Row, Sample, Score};
 
 /// One way for the requests to go through a runner.
 #[derive(Clone, Copy)]
@@ -34,8 +34,6 @@ pub(super) enum Restart {
     Compute,
     /// Full blocks are shared with the old tables, and the partial block after them is copied.
     Cached,
-    /// Through host memory. Every second sequence comes back at once, the others a step later.
-    Swapped,
 }
 
 /// A launched row of one request.
@@ -66,10 +64,6 @@ struct Live<'a> {
     scores: Vec<TokenOut>,
     answer: Vec<TokenOut>,
     restarted: bool,
-    swap_out: Vec<BlockSwap>,
-    swap_in: Vec<BlockSwap>,
-    /// It has no row in the next step.
-    away: bool,
 }
 
 impl Live<'_> {
@@ -77,11 +71,11 @@ impl Live<'_> {
         self.answer.len() == setup.answer_tokens as usize
     }
 
-    /// Its next row. `None` when it is away, done, or must wait for a token.
+    /// Its next row. `None` when it is done or must wait for a token.
     fn plan(&mut self, at: usize, chunk: u32, setup: &Setup) -> Option<Planned> {
         let waits = self.chosen > 0 && self.request.params.looks_back();
         let index = self.answer.len() + self.chosen;
-        if self.away || waits || index == setup.answer_tokens as usize {
+        if waits || index == setup.answer_tokens as usize {
             return None;
         }
         let (start, all) = (self.computed + self.flying, self.tokens.len() + self.chosen);
@@ -145,12 +139,11 @@ impl Route {
     ) -> Result<Answers, Violation> {
         let failed = |error: baton_kv_cache::KvError| Violation { rule: "setup", detail: error.to_string() };
         let mut pools = KvPools::new(&setup.geometry, CacheConfig::default()).map_err(failed)?;
-        let (mut live, mut hosts) = (Vec::new(), vec![0; pools.groups()]);
+        let mut live = Vec::new();
         for request in requests {
             let most = request.prompt.len() as u32 + setup.answer_tokens;
             let tables = self.place(&mut pools, most).map_err(failed)?;
             let (tokens, scores, answer) = (request.prompt.clone(), Vec::new(), Vec::new());
-            let (swap_out, swap_in) = (Vec::new(), Vec::new());
             live.push(Live {
                 request,
                 tokens,
@@ -163,9 +156,6 @@ impl Route {
                 scores,
                 answer,
                 restarted: false,
-                swap_out,
-                swap_in,
-                away: false,
             });
         }
         let (mut step, mut flights) = (0, VecDeque::new());
@@ -184,24 +174,17 @@ impl Route {
                 self.collect(setup, runner, &mut live, planned)?;
             }
             live.iter_mut().try_for_each(|l| pools.copied(&mut l.tables)).map_err(failed)?;
-            live.iter_mut().for_each(|l| l.away = false);
             let restarts = |l: &Live<'_>| Some(l.answer.len()) == self.restart_after && !l.restarted;
             // The longest first: shorter requests then write to blocks that longer ones had.
-            for (at, l) in live.iter_mut().enumerate().rev().filter(|(_, l)| restarts(l)) {
-                (l.computed, l.restarted) = (self.restart(&mut pools, l, &mut hosts).map_err(failed)?, true);
-                l.away = self.restart == Restart::Swapped && at % 2 == 1;
+            for l in live.iter_mut().rev().filter(|l| restarts(l)) {
+                (l.computed, l.restarted) = (self.restart(&mut pools, l).map_err(failed)?, true);
             }
         }
         Ok(live.into_iter().map(|l| [l.scores, l.answer].concat()).collect())
     }
 
     /// Moves a sequence to other tables. Returns how many of its tokens these already hold.
-    fn restart(
-        &self,
-        pools: &mut KvPools,
-        l: &mut Live<'_>,
-        hosts: &mut [u32],
-    ) -> Result<usize, baton_kv_cache::KvError> {
+    fn restart(&self, pools: &mut KvPools, l: &mut Live<'_>) -> Result<usize, baton_kv_cache::KvError> {
         let covered = l.tables.tokens();
         let (other, computed) = match self.restart {
             Restart::Compute => (self.place(pools, covered)?, 0),
@@ -209,19 +192,6 @@ impl Route {
                 pools.index(&mut l.tables, &l.tokens[..l.computed], Readers::Nobody, true)?;
                 let hit = pools.lookup(&Prefix::default(), &l.tokens);
                 (pools.seat(&hit, None, Need::whole(covered))?, hit.tokens() as usize)
-            }
-            Restart::Swapped => {
-                let other = self.place(pools, covered)?;
-                let filled = pools.blocks_for(l.computed as u32) as usize;
-                for (group, (ours, theirs)) in l.tables.as_slice().iter().zip(other.as_slice()).enumerate() {
-                    for (from, to) in ours.blocks().iter().zip(theirs.blocks()).take(filled) {
-                        let host = BlockId(hosts[group]);
-                        hosts[group] += 1;
-                        l.swap_out.push(BlockSwap { group, block: *from, host });
-                        l.swap_in.push(BlockSwap { group, block: *to, host });
-                    }
-                }
-                (other, l.computed)
             }
         };
         pools.free(std::mem::replace(&mut l.tables, other))?;
@@ -269,13 +239,11 @@ impl Route {
         live: &mut [Live<'_>],
         planned: &[Planned],
     ) -> Result<(), Violation> {
-        let swap_out: Vec<_> = live.iter_mut().flat_map(|l| std::mem::take(&mut l.swap_out)).collect();
-        let swap_in: Vec<_> = planned.iter().flat_map(|row| std::mem::take(&mut live[row.at].swap_in)).collect();
         let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
         // A sequence's copies are made once, before its first row.
         let begins = planned.iter().filter(|row| live[row.at].computed == row.start);
         let copies: Vec<_> = begins.flat_map(|row| live[row.at].tables.copies()).collect();
-        let batch = Batch { rows: &rows, copies: &copies, swap_out: &swap_out, swap_in: &swap_in };
+        let batch = Batch { rows: &rows, copies: &copies };
         let mut layers = Vec::new();
         let launched = runner.launch(&batch, &mut |layer| layers.push(layer));
         launched.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;
@@ -293,7 +261,7 @@ impl Route {
         planned: Vec<Planned>,
     ) -> Result<(), Violation> {
         let rows: Vec<Row<'_>> = planned.iter().map(|row| live[row.at].row(row)).collect();
-        let batch = Batch { rows: &rows, copies: &[], swap_out: &[], swap_in: &[] };
+        let batch = Batch { rows: &rows, copies: &[] };
         let mut out = Vec::new();
         let collected = runner.collect(&batch, &mut out);
         collected.map_err(|error| Violation { rule: self.rule, detail: error.to_string() })?;

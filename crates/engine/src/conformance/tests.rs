@@ -102,14 +102,4 @@ fn each_planted_fault_is_found() {
     assert!(chunked.starts_with("chunking invariance"), "{chunked}");
     let uncopied = verdict(|m, b, on, out| m.run(&Batch { copies: &[], ..*b }, on, out));
     assert_eq!(uncopied, "computed again from its own prefix");
-    // No block is swapped.
-    let unswapped = verdict(|m, b, on, out| m.run(&Batch { swap_out: &[], swap_in: &[], ..*b }, on, out));
-    assert_eq!(unswapped, "swapped out and in");
-    // Written to host memory only after the pool's blocks have been given to others.
-    let swapped_late = verdict(|m, b, on, out| {
-        m.run(&Batch { swap_out: &[], swap_in: &[], ..*b }, on, out)?;
-        out.clear();
-        m.run(b, &mut |_| {}, out)
-    });
-    assert_eq!(swapped_late, "swapped out and in");
 }

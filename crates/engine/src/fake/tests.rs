@@ -24,7 +24,7 @@ fn every_visible_byte_and_no_other_changes_the_answer() {
     let mut model = FakeModel::new(geometry.clone(), u32::MAX);
     let run = |model: &mut FakeModel, row| {
         let mut out = Vec::new();
-        let batch = Batch { rows: &[row], copies: &[], swap_out: &[], swap_in: &[] };
+        let batch = Batch { rows: &[row], copies: &[] };
         model.run(&batch, &mut |_| {}, &mut out).unwrap();
         out.pop()
     };

@@ -21,14 +21,6 @@ impl<M: KvMemory> FakeModel<M> {
                 return Err(RunError(format!("copy of block {from} to {to} in group {group}")));
             }
         }
-        let swaps = batch.swap_out.iter().chain(batch.swap_in);
-        if let Some(swap) = { swaps }.find(|s| s.block.0 >= self.geometry.blocks.get(s.group).copied().unwrap_or(0)) {
-            return Err(RunError(format!("{swap:?} is outside the pool")));
-        }
-        let filled: BTreeSet<_> = batch.swap_in.iter().map(|swap| (swap.group, swap.block)).collect();
-        if filled.len() < batch.swap_in.len() || !filled.is_disjoint(&sources) {
-            return Err(RunError("a block from host memory is written twice, or copied on".into()));
-        }
         let mut seqs = BTreeSet::new();
         let ensure = |ok: bool, row: &Row<'_>, what: &str| {
             if ok { Ok(()) } else { Err(RunError(format!("row of sequence {}: {what}", row.seq))) }

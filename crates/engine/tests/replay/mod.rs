@@ -7,9 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use baton_engine::{
-    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Share, Start, SwapConfig, Time, fake,
-};
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Share, Start, Time, fake};
 use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
 
 /// Tokens per block.
@@ -89,7 +87,6 @@ pub fn replay(requests: &[Request], cache: CacheConfig, blocks: u32) -> Outcome 
         order: Order::Fcfs,
         overtakes: 0,
         cache,
-        swap: SwapConfig::default(),
     };
     let mut engine = Engine::new(config, &PoolGeometry::uniform(layout, blocks)).unwrap();
     let (mut events, mut out) = (Vec::new(), Vec::new());

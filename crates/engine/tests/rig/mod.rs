@@ -5,7 +5,7 @@
 use baton_engine::fake::{self, FakeModel};
 use baton_engine::{
     BlockCounts, CacheConfig, Engine, EngineConfig, Event, Eviction, ModelRunner, NewSequence, Order, Share, Start,
-    Step, SwapConfig, SwapRates, Time,
+    Step, Time,
 };
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId, TokenOut};
 
@@ -22,7 +22,6 @@ pub const LIMITS: EngineConfig = EngineConfig {
     order: Order::Fcfs,
     overtakes: 0,
     cache: CacheConfig { max_blocks: u32::MAX, max_kept: u32::MAX, eviction: Eviction::Lru },
-    swap: SwapConfig { bytes: 0, rates: SwapRates { copy_bytes_per_second: 0, prefill_tokens_per_second: 0 } },
 };
 
 /// Two groups without windows, so that both always have the same blocks.

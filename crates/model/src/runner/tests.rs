@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_engine::{
-    CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Share, Start, Step, SwapConfig, Time,
-};
+use baton_engine::{CacheConfig, Engine, EngineConfig, Event, NewSequence, Order, Share, Start, Step, Time};
 use baton_kernels::cuda::{CudaBackend, CudaOptions, Nowhere, Recorded, Recorder};
 use baton_model_files::RandomModel;
 use baton_types::{KvDtype, PoolGeometry, RequestId, SamplingParams};
@@ -37,7 +35,6 @@ impl Scene {
             order: Order::default(),
             overtakes: 0,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let engine = Engine::new(limits, &geometry).unwrap();
         let device = Arc::new(Recorder::new(Nowhere::default()));

@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
-use baton_engine::{
-    CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start, SwapConfig, Time,
-};
+use baton_engine::{CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start, Time};
 use baton_handoff::TransferError;
 use baton_types::{KvLayout, PoolGeometry, RequestId, SamplingParams, SeqId};
 
@@ -121,7 +119,6 @@ pub(super) fn engine(max_blocks: u32, geometry: &PoolGeometry) -> Engine {
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig { max_blocks, ..CacheConfig::default() },
-        swap: SwapConfig::default(),
     };
     let mut engine = Engine::new(config, geometry).unwrap();
     engine.note_ended();

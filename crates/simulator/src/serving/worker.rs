@@ -1,8 +1,7 @@
 //! One worker: the real engine and the real latency model, over a device whose steps take as long as [`super::Hardware`] says.
 
 use baton_engine::{
-    CacheConfig, CacheFeed, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Share, Start, Step, SwapConfig,
-    Time, fake,
+    CacheConfig, CacheFeed, Engine, EngineConfig, Event, NewSequence, Order, Prefix, Share, Start, Step, Time, fake,
 };
 use baton_latency::{Backlog, StepModel, StepWork};
 use baton_policy::BlockName;
@@ -53,7 +52,6 @@ impl Worker {
             order: Order::Priority,
             overtakes: 64,
             cache: CacheConfig::default(),
-            swap: SwapConfig::default(),
         };
         let mut layout = fake::tiny_layout(BLOCK);
         layout.groups.truncate(1);

@@ -5,9 +5,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use baton_engine::fake::{FakeModel, tiny_layout};
-use baton_engine::{
-    Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start, SwapConfig,
-};
+use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start};
 use baton_roles::{Decode, WorkerCore, Write, decode};
 use baton_transfer::{FenceState, TransferError};
 use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
@@ -133,7 +131,6 @@ fn engine_on(
         order: Order::default(),
         overtakes: 0,
         cache: CacheConfig::default(),
-        swap: SwapConfig::default(),
     };
     let engine = Engine::new(config, &geometry).unwrap();
     let role = Decode::new(PATIENCE, 50);
