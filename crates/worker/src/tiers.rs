@@ -21,7 +21,7 @@ use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId};
 use copier::Copier;
 use memory::Memory;
-use metrics::{counter, gauge};
+use metrics::{counter, gauge, histogram};
 use pace::Paces;
 
 use crate::error::{WorkerError, check};
@@ -65,6 +65,7 @@ pub(crate) struct TiersShell {
 struct Load {
     what: Box<Move>,
     given_up: Arc<AtomicBool>,
+    asked: Instant,
 }
 
 /// Checks the settings and opens the store; `None`: there is none.
@@ -183,10 +184,13 @@ impl TiersShell {
         let (paces, tell) = (Arc::clone(&pace), commands.clone());
         // If the engine is gone, there are no blocks to free.
         std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
-            for Load { what, given_up } in to_load {
+            for Load { what, given_up, asked } in to_load {
                 // Whatever happens, the engine hears of it: it would never get the blocks back.
-                let whole = catch_unwind(AssertUnwindSafe(|| loader.load(&what, &given_up, &paces))).unwrap_or(false);
-                let _ = tell.post(engine_thread::Message::Tiers(Command::Loaded(what.seq, whole)));
+                let lowest = catch_unwind(AssertUnwindSafe(|| loader.load(&what, &given_up, &paces))).unwrap_or(None);
+                if let Some(tier) = lowest {
+                    histogram!(names::TIER_LOAD_SECONDS, "tier" => tier.as_str()).record(asked.elapsed().as_secs_f64());
+                }
+                let _ = tell.post(engine_thread::Message::Tiers(Command::Loaded(what.seq, lowest.is_some())));
             }
         })?;
         std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
@@ -245,7 +249,8 @@ impl TiersShell {
             Effect::Load(what) => {
                 let (seq, given_up) = (what.seq, Arc::new(AtomicBool::new(false)));
                 self.loading.insert(seq, Arc::clone(&given_up));
-                return self.loads.send(Load { what, given_up }).err().map(|_| Command::Loaded(seq, false));
+                let load = Load { what, given_up, asked: Instant::now() };
+                return self.loads.send(load).err().map(|_| Command::Loaded(seq, false));
             }
             Effect::Save(what) => {
                 let seq = what.seq;

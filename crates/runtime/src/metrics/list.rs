@@ -70,12 +70,6 @@ metrics! {
             "prompt tokens that fill a step";
         PREEMPTIONS: counter "baton_preemptions_total" by "" of "workers",
             "running sequences whose blocks were taken for one that goes first";
-        SWAPS: counter "baton_swaps_total" by "" of "workers",
-            "preemptions whose KV was swapped to host memory";
-        SWAPPED_BLOCKS: counter "baton_swapped_blocks_total" by "`direction`" of "workers",
-            "blocks copied out to host memory and in again";
-        SWAP_BLOCKS: gauge "baton_swap_blocks" by "`state`" of "workers",
-            "blocks of host memory for preempted sequences: free, used";
         PREFILL_TOKENS: counter "baton_prefill_tokens_total" by "" of "workers",
             "prompt tokens computed";
         DECODE_TOKENS: counter "baton_decode_tokens_total" by "" of "workers",
@@ -122,6 +116,8 @@ metrics! {
     "KV store" {
         LOADED_TOKENS: counter "baton_kv_loaded_tokens_total" by "" of "workers",
             "tokens of prefixes loaded from the worker's [KV store](kv-store.md), which need not be computed";
+        TIER_LOAD_SECONDS: histogram "baton_kv_tier_load_seconds" by "`tier`" of "workers",
+            "how long a prefix took to load and verify, from when the worker asked for it; by the lowest tier that any of it came from";
         TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk, object)" of "workers",
             "blocks in the worker's KV store";
         TIER_HIT_TOKENS: counter "baton_kv_tier_hit_tokens_total" by "`tier`" of "workers",

@@ -41,37 +41,35 @@ impl Copier {
         what.copies(self.store.shape().block_size()).into_iter().map(key).collect()
     }
 
-    /// Copies blocks into the pool. False: not all of them are there, and none may be used.
-    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &Paces) -> bool {
+    /// Copies blocks into the pool, and returns the lowest tier that any came from. `None`: not all of them are there, and none may be used.
+    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &Paces) -> Option<Tier> {
         let (mut written, keys, begun) = (Vec::new(), self.keys(what), Instant::now());
         let loads = AssertUnwindSafe(|| self.load_all(keys, given_up, paces, &mut written));
         // Also after a panic nothing may be on its way to the blocks.
-        let whole = catch_unwind(loads).unwrap_or(false);
-        let Memory::Device(device) = &mut self.memory else { return whole };
+        let lowest = catch_unwind(loads).unwrap_or(None);
+        let Memory::Device(device) = &mut self.memory else { return lowest };
         let there = device.queue().and_then(|queue| {
             queue.settle()?;
-            if whole { verify(queue, &mut written) } else { Ok(None) }
+            if lowest.is_some() { verify(queue, &mut written) } else { Ok(None) }
         });
         match there {
-            Ok(None) if whole => {
+            Ok(None) => {
                 // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
                 let bytes = written.iter().map(|written| written.bytes).sum();
-                let lowest = written.iter().map(|written| written.tier).max_by_key(|tier| *tier as usize);
-                paces.follow(lowest.unwrap_or(Tier::Host), begun.elapsed(), bytes);
-                true
+                lowest.inspect(|lowest| paces.follow(*lowest, begun.elapsed(), bytes))
             }
-            Ok(None) => false,
             Ok(Some(name)) => {
                 tracing::warn!(
                     name = format!("{:032x}", name.0),
                     "a block is not in the device's memory as it was stored; it is computed instead"
                 );
                 self.garbled.fetch_add(1, Ordering::Relaxed);
-                false
+                None
             }
             Err(error) => {
                 self.memory.give_up();
-                cannot(&error)
+                cannot(&error);
+                None
             }
         }
     }
@@ -82,7 +80,8 @@ impl Copier {
         given_up: &AtomicBool,
         paces: &Paces,
         written: &mut Vec<Written>,
-    ) -> bool {
+    ) -> Option<Tier> {
+        let mut lowest = Tier::Host;
         let mut keys = keys.into_iter().filter(|(key, _)| key.groups != 0);
         let mut asked: VecDeque<(BlockName, Got, Vec<BlockId>)> = VecDeque::new();
         let bytes = self.store.shape().data_bytes();
@@ -92,7 +91,7 @@ impl Copier {
             {
                 asked.push_back((key.name, self.store.get(key), blocks));
             }
-            let Some((name, got, blocks)) = asked.pop_front() else { return true };
+            let Some((name, got, blocks)) = asked.pop_front() else { return Some(lowest) };
             let begun = Instant::now();
             let reading = match got {
                 Got::Ready(reading) => Some(reading),
@@ -103,11 +102,12 @@ impl Copier {
                 // Of what did not come in time is known that it is as slow as this.
                 let late = self.store.held(&[name]).into_iter().filter(|_| given_up.load(Ordering::Relaxed));
                 late.for_each(|tier| paces.waited(tier, begun.elapsed(), bytes));
-                return false;
+                return None;
             };
             let tier = reading.tier();
+            lowest = std::cmp::max_by_key(lowest, tier, |tier| *tier as usize);
             if !self.copy_in(reading, &blocks, written) {
-                return false;
+                return None;
             }
             if matches!(self.memory, Memory::Host(_)) {
                 paces.follow(tier, begun.elapsed(), bytes);
@@ -136,7 +136,7 @@ impl Copier {
                     Ok(queue) => queue,
                     Err(error) => return cannot(&error),
                 };
-                let (name, tier) = (reading.block().key.name, reading.tier());
+                let name = reading.block().key.name;
                 let parts: Vec<Part> = self.store.shape().parts(reading.block().key.groups).collect();
                 let wanted = parts.iter().zip(reading.block().digests.iter());
                 let wanted = wanted.filter_map(|(part, digest)| Some((part, *digest, target(part)?)));
@@ -145,7 +145,7 @@ impl Copier {
                     bytes += range.len();
                     ranges.push((range.start, range.len()));
                     let (bytes, offset, lane) = (range.len(), range.start, part.first_lane);
-                    written.push(Written { name, tier, bytes, offset, lane, digest });
+                    written.push(Written { name, bytes, offset, lane, digest });
                 }
                 let mut staged = match queue.stage(bytes) {
                     Ok(staged) => &mut staged[..bytes],

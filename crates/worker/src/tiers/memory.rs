@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_kv_store::{BlockName, Tier};
+use baton_kv_store::BlockName;
 use baton_store::Filling;
 use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Pool, Segment, Staged, TransferError};
 
@@ -59,7 +59,6 @@ impl Device {
 #[derive(Debug)]
 pub(crate) struct Written {
     pub name: BlockName,
-    pub tier: Tier,
     pub bytes: usize,
     pub offset: usize,
     pub lane: u64,

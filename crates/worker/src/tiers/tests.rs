@@ -53,7 +53,7 @@ fn what(blocks: [[BlockId; 2]; 2]) -> Move {
 
 fn load(to: &mut Pair, what: &Move) -> bool {
     let paces = Paces::new();
-    to.copier.load(what, &AtomicBool::new(false), &paces)
+    to.copier.load(what, &AtomicBool::new(false), &paces).is_some()
 }
 
 /// The bytes of a block in all layers of its group.
@@ -255,7 +255,7 @@ fn a_load_that_is_given_up_ends() {
     let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     own.copier.save(&blocks);
     let paces = Paces::new();
-    assert!(!own.copier.load(&blocks, &AtomicBool::new(true), &paces));
+    assert_eq!(own.copier.load(&blocks, &AtomicBool::new(true), &paces), None);
     assert!(load(&mut own, &blocks));
 }
 
@@ -285,7 +285,7 @@ fn the_pace_of_a_device_is_that_of_the_tier() {
     let all = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     from.copier.save(&all);
     let paces = Paces::from(1e9);
-    assert!(to.copier.load(&all, &AtomicBool::new(false), &paces));
+    assert_eq!(to.copier.load(&all, &AtomicBool::new(false), &paces), Some(Tier::Host));
     let now = Tier::ALL.map(|tier| paces.of(tier));
     assert!(now[0] < 0.9e9 && now[1] > 0.9e9 && now[2] > 0.9e9, "{now:?}");
 }
@@ -321,7 +321,7 @@ fn a_load_that_is_given_up_says_how_slow_the_tier_is_at_least() {
             std::thread::sleep(Duration::from_millis(300));
             given_up.store(true, Ordering::Relaxed);
         });
-        assert!(!to.copier.load(&blocks, &given_up, &paces));
+        assert_eq!(to.copier.load(&blocks, &given_up, &paces), None);
     });
     let least = 0.2 * 3e8 / shape.data_bytes() as f64;
     assert!(paces.of(Tier::Object) > least, "{} of {least}", paces.of(Tier::Object));
