@@ -269,8 +269,10 @@ impl<S: Shell> Thread<S> {
             Message::Exchange(message) => Some(Input::Exchange(self.exchange.as_mut()?.command(message))),
             Message::Tiers(command) => {
                 let tiers = self.tiers.as_mut()?;
-                if let baton_roles::tiers::Command::Loaded(seq, _) = command {
-                    tiers.loaded(seq);
+                match command {
+                    baton_roles::tiers::Command::Loaded(seq, _) => tiers.loaded(seq),
+                    baton_roles::tiers::Command::Saved(seq) => tiers.saved(seq),
+                    _ => {}
                 }
                 Some(Input::Tiers(command))
             }

@@ -4,6 +4,7 @@
 mod copier;
 pub(crate) mod memory;
 mod pace;
+mod pins;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,6 +24,7 @@ use copier::Copier;
 use memory::Memory;
 use metrics::{counter, gauge, histogram};
 use pace::Paces;
+use pins::{Kept, Pins};
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
@@ -56,6 +58,9 @@ pub(crate) struct TiersShell {
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way; set: it is given up.
     loading: HashMap<SeqId, Arc<AtomicBool>>,
+    /// Saves under way of what is to be kept.
+    keeping: HashMap<SeqId, Kept>,
+    pins: Pins,
     /// When the metrics were updated.
     counted: Instant,
     /// Blocks that were not in a device's memory as they were stored.
@@ -200,8 +205,24 @@ impl TiersShell {
             }
         })?;
         let block_bytes = store.shape().data_bytes();
-        let (clock, loading, counted) = (node.clock, HashMap::new(), Instant::now());
-        Ok(TiersShell { store, clock, block_bytes, layout, pace, loads, saves, loading, counted, garbled })
+        let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
+        let pins = Pins::new(slots * u64::from(node.config.max_kept_percent) / 100);
+        let (clock, counted) = (node.clock, Instant::now());
+        let (loading, keeping) = (HashMap::new(), HashMap::new());
+        Ok(TiersShell {
+            store,
+            clock,
+            block_bytes,
+            layout,
+            pace,
+            loads,
+            saves,
+            loading,
+            keeping,
+            pins,
+            counted,
+            garbled,
+        })
     }
 
     /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
@@ -254,6 +275,8 @@ impl TiersShell {
             }
             Effect::Save(what) => {
                 let seq = what.seq;
+                let kept = Kept::of(&what.prefix, &self.names(&what.prefix), self.clock.now());
+                self.keeping.extend(kept.map(|kept| (seq, kept)));
                 return self.saves.send(what).err().map(|_| Command::Saved(seq));
             }
             Effect::Abort(seq) => {
@@ -269,14 +292,30 @@ impl TiersShell {
         self.loading.remove(&seq);
     }
 
-    /// Which blocks of a prefix the store lacks: those after what it holds from the beginning on.
-    fn wants(&self, prefix: Box<Prefix>) -> Option<Command> {
+    /// A save has ended.
+    pub fn saved(&mut self, seq: SeqId) {
+        if let Some(kept) = self.keeping.remove(&seq) {
+            self.pins.keep(&self.store, kept);
+        }
+    }
+
+    /// The names of a prefix's blocks.
+    fn names(&self, prefix: &Prefix) -> Vec<BlockName> {
         let size = self.store.shape().block_size();
-        let moves = prefix.moves(size);
-        let names: Vec<BlockName> = prefix.prefix.root.chain(&prefix.tokens[..moves as usize], size).collect();
+        prefix.prefix.root.chain(&prefix.tokens[..prefix.moves(size) as usize], size).collect()
+    }
+
+    /// Which blocks of a prefix the store lacks: those after what it holds from the beginning on.
+    fn wants(&mut self, prefix: Box<Prefix>) -> Option<Command> {
+        let names = self.names(&prefix);
         let held = self.store.held_groups(&names);
-        let first = first_lacking(&self.layout, names.len(), &groups(&held))?;
-        Some(Command::Save(prefix, first))
+        let first = first_lacking(&self.layout, names.len(), &groups(&held));
+        if first.is_none()
+            && let Some(kept) = Kept::of(&prefix, &names, self.clock.now())
+        {
+            self.pins.keep(&self.store, kept);
+        }
+        first.map(|first| Command::Save(prefix, first))
     }
 
     /// Updates the metrics of what the store counts by itself, every now and then.
@@ -286,6 +325,7 @@ impl TiersShell {
         }
         self.counted = Instant::now();
         self.store.tick();
+        self.pins.expire(&self.store, self.clock.now());
         let counters = self.store.counters();
         for (at, tier) in Tier::ALL.into_iter().enumerate() {
             let name = tier.as_str();

@@ -277,6 +277,48 @@ fn a_save_ends_where_the_store_has_no_room() {
     assert_eq!(saved([Ok(()), Err(Decline::Busy), Ok(())]), names[..1]);
 }
 
+/// A kept prompt stays in the store, with all of its blocks, whatever else comes, until its time is over.
+#[test]
+fn what_is_kept_is_not_evicted_before_its_time_is_over() {
+    let shape = Shape::new(&tiny_layout(4)).unwrap();
+    let config = StoreConfig::new(shape, Identity::default(), 4, None);
+    let store = Arc::new(KvStore::over(None, None, config, 0, None).unwrap());
+    let mut pool = copier(1, &store);
+    let prompt = |first: u32| {
+        let mut what = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+        (what.first, what.prefix.tokens) = (0, (first..first + 9).collect());
+        let names: Vec<_> = what.prefix.prefix.root.chain(&what.prefix.tokens[..8], 4).collect();
+        (what, names)
+    };
+    let (mut what, names) = prompt(1000);
+    assert_eq!(Kept::of(&what.prefix, &names, Time(0)), None, "nobody asked");
+    (what.prefix.prefix.keep, what.prefix.prefix.keep_until) = (1, Some(Time(50)));
+    assert_eq!(Kept::of(&what.prefix, &names, Time(50)), None, "its time is over");
+    let kept = Kept::of(&what.prefix, &names, Time(0)).unwrap();
+    let mut longer = what.prefix.clone();
+    longer.prefix.keep_until = Some(Time(60));
+    let longer = Kept::of(&longer, &names, Time(0)).unwrap();
+    let mut others = (1..100).map(|other| prompt(other * 2000).0);
+    let mut come = |pool: &mut Pair, count| others.by_ref().take(count).for_each(|other| pool.copier.save(&other));
+    for (most, stays) in [(1, 0), (2, 2)] {
+        let mut pins = Pins::new(most);
+        pool.copier.save(&what);
+        pins.keep(&store, kept);
+        come(&mut pool, 9);
+        pins.expire(&store, Time(49));
+        come(&mut pool, 9);
+        assert_eq!(store.held(&names).len(), stays, "{most} blocks may be kept");
+        pins.keep(&store, longer);
+        pins.expire(&store, Time(59));
+        come(&mut pool, 9);
+        assert_eq!(store.held(&names).len(), stays, "kept longer");
+        pins.expire(&store, Time(60));
+        come(&mut pool, 9);
+        assert_eq!(store.held(&names).len(), 0);
+    }
+    store.check().unwrap();
+}
+
 /// What is measured of a load from one tier says nothing of the other one.
 #[test]
 fn the_pace_of_a_device_is_that_of_the_tier() {
