@@ -275,7 +275,7 @@ impl TiersShell {
             }
             Effect::Save(what) => {
                 let seq = what.seq;
-                let kept = Kept::of(&what.prefix, &self.names(&what.prefix), self.clock.now());
+                let kept = Kept::of(&what.prefix, || self.names(&what.prefix), self.clock.now());
                 self.keeping.extend(kept.map(|kept| (seq, kept)));
                 return self.saves.send(what).err().map(|_| Command::Saved(seq));
             }
@@ -311,7 +311,7 @@ impl TiersShell {
         let held = self.store.held_groups(&names);
         let first = first_lacking(&self.layout, names.len(), &groups(&held));
         if first.is_none()
-            && let Some(kept) = Kept::of(&prefix, &names, self.clock.now())
+            && let Some(kept) = Kept::of(&prefix, || names, self.clock.now())
         {
             self.pins.keep(&self.store, kept);
         }

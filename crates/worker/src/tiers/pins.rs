@@ -21,9 +21,10 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// What is to be kept of a prefix, if anything.
-    pub fn of(prefix: &Prefix, names: &[BlockName], now: Time) -> Option<Kept> {
+    /// What is to be kept of a prefix, if anything. `names`: of its blocks.
+    pub fn of(prefix: &Prefix, names: impl FnOnce() -> Vec<BlockName>, now: Time) -> Option<Kept> {
         let until = prefix.prefix.keep_until.filter(|until| prefix.prefix.keep > 0 && *until > now)?;
+        let names = names();
         Some(Kept { last: *names.last()?, blocks: names.len() as u32, until })
     }
 }

@@ -291,13 +291,13 @@ fn what_is_kept_is_not_evicted_before_its_time_is_over() {
         (what, names)
     };
     let (mut what, names) = prompt(1000);
-    assert_eq!(Kept::of(&what.prefix, &names, Time(0)), None, "nobody asked");
+    assert_eq!(Kept::of(&what.prefix, || names.clone(), Time(0)), None, "nobody asked");
     (what.prefix.prefix.keep, what.prefix.prefix.keep_until) = (1, Some(Time(50)));
-    assert_eq!(Kept::of(&what.prefix, &names, Time(50)), None, "its time is over");
-    let kept = Kept::of(&what.prefix, &names, Time(0)).unwrap();
+    assert_eq!(Kept::of(&what.prefix, || names.clone(), Time(50)), None, "its time is over");
+    let kept = Kept::of(&what.prefix, || names.clone(), Time(0)).unwrap();
     let mut longer = what.prefix.clone();
     longer.prefix.keep_until = Some(Time(60));
-    let longer = Kept::of(&longer, &names, Time(0)).unwrap();
+    let longer = Kept::of(&longer, || names.clone(), Time(0)).unwrap();
     let mut others = (1..100).map(|other| prompt(other * 2000).0);
     let mut come = |pool: &mut Pair, count| others.by_ref().take(count).for_each(|other| pool.copier.save(&other));
     for (most, stays) in [(1, 0), (2, 2)] {
