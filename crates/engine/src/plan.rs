@@ -255,7 +255,7 @@ impl Engine {
         chunk_at(sequence.next_start(), chunk, least, self.pairs_per_token)
     }
 
-    pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
+    fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
         if let Some(s) = self.sequences.get_mut(&seq) {
             s.last_step = self.steps + 1;
             let start = s.next_start();

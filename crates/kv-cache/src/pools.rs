@@ -80,7 +80,7 @@ impl KvPools {
     }
 
     /// Number of layer groups.
-    pub fn groups(&self) -> usize {
+    pub(crate) fn groups(&self) -> usize {
         self.pools.len()
     }
 

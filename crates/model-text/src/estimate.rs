@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use baton_types::{KvDtype, KvGroup, KvLayout};
+use baton_types::{KvDtype, KvGroup};
 use serde::Serialize;
 
 use crate::{ModelConfig, ModelFileError, kv_layout};
@@ -183,10 +183,7 @@ pub fn estimate(config: &ModelConfig, options: &EstimateOptions) -> Result<Estim
     let rank = of_rank(config, ranks);
     let whole = kv_layout(config, 0, options.kv_type, block_size);
     let own = whole.clone().of_ranks(ranks);
-    let blocks_bytes = |layout: &KvLayout| -> u64 {
-        (0..layout.groups.len()).map(|group| layout.block_bytes_all_layers(group) as u64).sum()
-    };
-    let block_bytes = blocks_bytes(&own) * u64::from(ranks);
+    let block_bytes = own.block_bytes_all_groups() * u64::from(ranks);
     let context = options.context.unwrap_or(config.context_length);
     let weight_bytes = weight_bytes(config, &rank, ranks, options.weights, context);
     let samples = options.max_running.clamp(SAMPLES.0, SAMPLES.1);
@@ -194,10 +191,10 @@ pub fn estimate(config: &ModelConfig, options: &EstimateOptions) -> Result<Estim
         + operand_bytes(&rank.config, options.token_budget)
         + SCRATCH_BYTES;
     let room = match options.device {
-        Device::Pool(bytes) => bytes / blocks_bytes(&whole),
+        Device::Pool(bytes) => bytes / whole.block_bytes_all_groups(),
         Device::Gpu { memory, fraction } => {
             let room = ((memory as f64 * fraction) as u64).saturating_sub(weight_bytes + working_bytes);
-            room / blocks_bytes(&own)
+            room / own.block_bytes_all_groups()
         }
     };
     // Block numbers have one bit to spare.

@@ -18,12 +18,11 @@ impl PrefillRate {
         (self.tokens / self.seconds.max(1e-9)) as u64
     }
 
-    /// Adds a step of `tokens` tokens that `took` this long. Returns the rate in tokens per second.
-    pub(crate) fn add(&mut self, tokens: u64, took: Duration) -> u64 {
+    /// Adds a step of `tokens` tokens that `took` this long.
+    pub(crate) fn add(&mut self, tokens: u64, took: Duration) {
         let kept = (-(tokens as f64) / Self::MEMORY).exp();
         self.tokens = self.tokens * kept + tokens as f64;
         self.seconds = self.seconds * kept + took.as_secs_f64();
-        self.get()
     }
 }
 
@@ -34,11 +33,15 @@ mod tests {
     #[test]
     fn the_rate_of_prefills_follows_the_latest_tokens() {
         let (mut rate, second) = (PrefillRate::default(), Duration::from_secs(1));
-        assert_eq!(rate.add(100, second), 100);
+        let add = |rate: &mut PrefillRate, tokens, took| {
+            rate.add(tokens, took);
+            rate.get()
+        };
+        assert_eq!(add(&mut rate, 100, second), 100);
         // One step does not undo thousands of tokens, thousands of tokens do.
-        assert_eq!([0; 10].map(|_| rate.add(1000, second))[9] / 100, 9);
-        assert!((900..1000).contains(&rate.add(1, Duration::from_millis(100))));
-        assert!([0; 40].map(|_| rate.add(1000, 10 * second))[39] <= 101);
-        assert_eq!(PrefillRate::default().add(0, Duration::ZERO), 0);
+        assert_eq!([0; 10].map(|_| add(&mut rate, 1000, second))[9] / 100, 9);
+        assert!((900..1000).contains(&add(&mut rate, 1, Duration::from_millis(100))));
+        assert!([0; 40].map(|_| add(&mut rate, 1000, 10 * second))[39] <= 101);
+        assert_eq!(add(&mut PrefillRate::default(), 0, Duration::ZERO), 0);
     }
 }

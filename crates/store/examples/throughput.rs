@@ -268,7 +268,7 @@ fn main() {
     let store = bench.open();
     assert!(store.settled(PATIENCE));
     for part in 1..3 {
-        let _ = bench.write(&store, (1 << 48) + part * blocks);
+        let _ = bench.write(&store, (1 << 27) + part * blocks);
     }
     drop(store);
     for round in 0..rounds {
@@ -285,7 +285,7 @@ fn main() {
         let store = bench.open();
         assert!(store.settled(PATIENCE));
         // Touches every page of its memory once.
-        (0..u64::from(BUFFERS)).for_each(|at| bench.put(&store, (1 << 40) + round * u64::from(BUFFERS) + at));
+        (0..u64::from(BUFFERS)).for_each(|at| bench.put(&store, (1 << 26) + round * u64::from(BUFFERS) + at));
         assert!(store.flush(PATIENCE));
         note("disk write store".to_owned(), bench.write(&store, round * blocks));
         drop(store);

@@ -52,7 +52,7 @@ impl Budget {
     /// # Errors
     /// The model does not fit, does not fit with the pool asked for, or leaves no room for one block.
     pub fn blocks(&self, layout: &KvLayout, asked: Option<Bytes>) -> Result<u32, WorkerError> {
-        let block = block_bytes(layout);
+        let block = layout.block_bytes_all_groups();
         let (needed, room) = (self.footprint.total() + asked.map_or(block, |kv| kv.0), self.room());
         if needed > room {
             let kv = asked.map_or("a block of KV at least".to_owned(), |kv| format!("KV {} (kv_memory)", gib(kv.0)));
@@ -94,11 +94,6 @@ impl Budget {
             "GPU memory"
         );
     }
-}
-
-/// Bytes of one block in all layers of all groups.
-pub(crate) fn block_bytes(layout: &KvLayout) -> u64 {
-    (0..layout.groups.len()).map(|group| layout.block_bytes_all_layers(group) as u64).sum()
 }
 
 /// Blocks that fit into `bytes`. At most `u32::MAX / 2`, so that block numbers have one bit to spare.

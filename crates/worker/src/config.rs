@@ -105,10 +105,10 @@ baton_runtime::config! {
         prefix_cache_blocks: Option<u32> = None,
         /// Which cached blocks are evicted first: lru, lfu or priority (blocks that no request asked to keep go first).
         eviction: Parsed<Eviction> = Parsed(Eviction::Lru),
-        /// With eviction = priority, and in the KV store: longest time for which a request can have its blocks kept.
+        /// With eviction = priority: longest time for which a request can have its blocks kept.
         max_keep: Duration = Duration::from_secs(3600),
-        /// With eviction = priority, and in the KV store: most of the prefix cache, and of kv_host, that requests can have kept at once, in percent.
-        /// Blocks beyond it count as any other.
+        /// With eviction = priority: most of the prefix cache, and of kv_host, that requests can have kept at once, in percent. Blocks beyond it
+        /// count as any other.
         max_kept_percent: u32 = 50,
         /// What computes: cpu; cuda (an NVIDIA GPU, without which the worker does not start); or auto (a usable GPU, else the CPU).
         backend: BackendKind = BackendKind::Cpu,

@@ -6,7 +6,7 @@ use baton_model_files::Model;
 use baton_runtime::Bytes;
 use baton_types::{KvLayout, PoolGeometry};
 
-use crate::budget::{Budget, GpuMemory, block_bytes, most_blocks};
+use crate::budget::{Budget, GpuMemory, most_blocks};
 use crate::choices::Quantization;
 use crate::error::check;
 use crate::{PackTokens, WorkerConfig, WorkerError};
@@ -69,7 +69,7 @@ fn pool_blocks(config: &WorkerConfig, model: &Model, layout: &KvLayout, place: P
     };
     // Each rank's GPU holds only its heads, so only its share of these bytes.
     let of_rank = |bytes: Bytes| Bytes(bytes.0 / u64::from(config.kv.tp));
-    let (per_block, kv_memory) = (block_bytes(layout), config.kv_memory.unwrap_or(KV_MEMORY));
+    let (per_block, kv_memory) = (layout.block_bytes_all_groups(), config.kv_memory.unwrap_or(KV_MEMORY));
     let blocks = match place {
         Place::Host => most_blocks(kv_memory.0, per_block),
         Place::Gpu(gpu) => {

@@ -13,18 +13,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use baton_engine::{BlockName, Exchange as Prefix, NewSequence, Prefix as CacheKey};
+use baton_engine::{BlockName, Eviction, Exchange as Prefix, NewSequence, Prefix as CacheKey};
 use baton_kv_store::{Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
 use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move, first_lacking, usable};
 use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
-use baton_types::{KvLayout, RequestId, SeqId};
+use baton_types::{KvLayout, RequestId, SeqId, Time};
 use copier::Copier;
 use memory::Memory;
 use metrics::{counter, gauge, histogram};
 use pace::Paces;
-use pins::{Kept, Pins};
+use pins::Pins;
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
@@ -59,8 +59,9 @@ pub(crate) struct TiersShell {
     /// Loads under way; set: it is given up.
     loading: HashMap<SeqId, Arc<AtomicBool>>,
     /// Saves under way of what is to be kept.
-    keeping: HashMap<SeqId, Kept>,
-    pins: Pins,
+    keeping: HashMap<SeqId, Prefix>,
+    /// None: nothing is kept.
+    pins: Option<Pins>,
     /// When the metrics were updated.
     counted: Instant,
     /// Blocks that were not in a device's memory as they were stored.
@@ -206,7 +207,9 @@ impl TiersShell {
         })?;
         let block_bytes = store.shape().data_bytes();
         let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
-        let pins = Pins::new(slots * u64::from(node.config.max_kept_percent) / 100);
+        // A quarter of the slots is left for what comes and goes.
+        let most = (slots * u64::from(node.config.max_kept_percent) / 100).min(slots - slots / 4);
+        let pins = (node.config.eviction.0 == Eviction::Priority).then(|| Pins::new(most as usize));
         let (clock, counted) = (node.clock, Instant::now());
         let (loading, keeping) = (HashMap::new(), HashMap::new());
         Ok(TiersShell {
@@ -265,7 +268,7 @@ impl TiersShell {
     /// Carries out an effect of the core; returns its answer, if it has one.
     pub fn perform(&mut self, effect: Effect) -> Option<Command> {
         match effect {
-            Effect::Offer(prefix) => return self.wants(prefix),
+            Effect::Offer(prefix) => return self.lacks(&prefix).map(|first| Command::Save(prefix, first)),
             Effect::Returns(prefix) => return self.sees_prefix(&prefix),
             Effect::Load(what) => {
                 let (seq, given_up) = (what.seq, Arc::new(AtomicBool::new(false)));
@@ -275,9 +278,11 @@ impl TiersShell {
             }
             Effect::Save(what) => {
                 let seq = what.seq;
-                let kept = Kept::of(&what.prefix, || self.names(&what.prefix), self.clock.now());
+                let kept = self.is_kept(&what.prefix).map(|_| what.prefix.clone());
+                if self.saves.send(what).is_err() {
+                    return Some(Command::Saved(seq));
+                }
                 self.keeping.extend(kept.map(|kept| (seq, kept)));
-                return self.saves.send(what).err().map(|_| Command::Saved(seq));
             }
             Effect::Abort(seq) => {
                 self.loading.get(&seq).into_iter().for_each(|given_up| given_up.store(true, Ordering::Relaxed));
@@ -295,8 +300,15 @@ impl TiersShell {
     /// A save has ended.
     pub fn saved(&mut self, seq: SeqId) {
         if let Some(kept) = self.keeping.remove(&seq) {
-            self.pins.keep(&self.store, kept);
+            // Only what the store took as a whole.
+            let _ = self.lacks(&kept);
         }
+    }
+
+    /// Until when a prefix is to be kept, if that is asked for and may be.
+    fn is_kept(&self, prefix: &Prefix) -> Option<Time> {
+        let CacheKey { keep, keep_until, .. } = prefix.prefix;
+        keep_until.filter(|until| self.pins.is_some() && keep > 0 && *until > self.clock.now())
     }
 
     /// The names of a prefix's blocks.
@@ -305,17 +317,16 @@ impl TiersShell {
         prefix.prefix.root.chain(&prefix.tokens[..prefix.moves(size) as usize], size).collect()
     }
 
-    /// Which blocks of a prefix the store lacks: those after what it holds from the beginning on.
-    fn wants(&mut self, prefix: Box<Prefix>) -> Option<Command> {
-        let names = self.names(&prefix);
+    /// Which blocks of a prefix the store lacks: those after what it holds from the beginning on. What is to be kept and lacks none is kept.
+    fn lacks(&mut self, prefix: &Prefix) -> Option<u32> {
+        let names = self.names(prefix);
         let held = self.store.held_groups(&names);
         let first = first_lacking(&self.layout, names.len(), &groups(&held));
-        if first.is_none()
-            && let Some(kept) = Kept::of(&prefix, || names, self.clock.now())
-        {
-            self.pins.keep(&self.store, kept);
+        let until = self.is_kept(prefix).filter(|_| first.is_none());
+        if let (Some(pins), Some(until)) = (&mut self.pins, until) {
+            pins.keep(&self.store, &names, until);
         }
-        first.map(|first| Command::Save(prefix, first))
+        first
     }
 
     /// Updates the metrics of what the store counts by itself, every now and then.
@@ -325,7 +336,8 @@ impl TiersShell {
         }
         self.counted = Instant::now();
         self.store.tick();
-        self.pins.expire(&self.store, self.clock.now());
+        let now = self.clock.now();
+        self.pins.iter_mut().for_each(|pins| pins.expire(&self.store, now));
         let counters = self.store.counters();
         for (at, tier) in Tier::ALL.into_iter().enumerate() {
             let name = tier.as_str();

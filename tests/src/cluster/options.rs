@@ -41,13 +41,13 @@ impl ClusterOptions {
         }
     }
 
-    /// With pools of so many blocks of `block_bytes`, as much host memory for all workers together, and service by priority: meant to be too
+    /// With pools of so many blocks of `block_bytes`, four times as much host memory for all workers together, and service by priority: meant to be too
     /// little for `running` sequences at once.
     pub fn under_pressure(mut self, blocks: u32, block_bytes: u64, running: u32) -> ClusterOptions {
         let memory = |blocks: u32| format!("{}B", u64::from(blocks) * block_bytes);
         self.args.extend(["--kv-memory".to_owned(), memory(blocks)]);
         let settings =
-            [("KV_HOST", memory(blocks)), ("MAX_RUNNING", running.to_string()), ("ORDER", "priority".to_owned())];
+            [("KV_HOST", memory(4 * blocks)), ("MAX_RUNNING", running.to_string()), ("ORDER", "priority".to_owned())];
         self.env.extend(settings.map(|(key, value)| (format!("BATON_{key}"), value)));
         self
     }

@@ -105,7 +105,7 @@ impl Copier {
                 return None;
             };
             let tier = reading.tier();
-            lowest = std::cmp::max_by_key(lowest, tier, |tier| *tier as usize);
+            lowest = lowest.max(tier);
             if !self.copy_in(reading, &blocks, written) {
                 return None;
             }

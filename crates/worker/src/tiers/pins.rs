@@ -1,68 +1,121 @@
-//! Prompts whose KV was asked to be kept (`cache_keep_seconds`): the store evicts none of it until their time is over.
+//! What requests asked to keep (`cache_keep_seconds`), prompts with their answers: the store evicts none of it until its time is over.
 //!
-//! A block keeps all blocks before it, so only a prompt's last one is pinned. What is pinned is bounded in blocks (I5); what a tenant may ask for is
-//! the router's to say.
+//! A block keeps all blocks before it, so only the last one is pinned. What is kept is bounded in blocks, each counted once (I5); what a tenant may
+//! ask for is the router's to say.
 
 use std::collections::HashMap;
 
-use baton_engine::{BlockName, Exchange as Prefix};
+use baton_engine::BlockName;
+use baton_kv_store::StoreLimits;
 use baton_store::KvStore;
 use baton_types::Time;
 
-/// Most prompts whose KV is pinned.
-const MOST: usize = 1024;
-
-/// A prompt's KV that is to be kept.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Kept {
-    last: BlockName,
-    blocks: u32,
-    until: Time,
-}
-
-impl Kept {
-    /// What is to be kept of a prefix, if anything. `names`: of its blocks.
-    pub fn of(prefix: &Prefix, names: impl FnOnce() -> Vec<BlockName>, now: Time) -> Option<Kept> {
-        let until = prefix.prefix.keep_until.filter(|until| prefix.prefix.keep > 0 && *until > now)?;
-        let names = names();
-        Some(Kept { last: *names.last()?, blocks: names.len() as u32, until })
-    }
-}
-
-/// The last blocks of prompts that are kept, and until when.
+/// What is kept, and until when.
 #[derive(Debug)]
 pub(super) struct Pins {
-    kept: HashMap<BlockName, (u32, Time)>,
-    /// Blocks of all of them; what two prompts share counts twice.
-    blocks: u64,
-    most: u64,
+    /// By the name of the last block.
+    until: HashMap<BlockName, Time>,
+    /// All blocks that are kept, each with the one before it, and how many it is kept for: blocks right after it, and itself as a last one.
+    blocks: HashMap<BlockName, (Option<BlockName>, u32)>,
+    /// Most blocks.
+    most: usize,
 }
 
 impl Pins {
     /// None, and at most so many blocks.
-    pub fn new(most: u64) -> Pins {
-        Pins { kept: HashMap::new(), blocks: 0, most }
+    pub fn new(most: usize) -> Pins {
+        Pins { until: HashMap::new(), blocks: HashMap::new(), most }
     }
 
-    /// Keeps a prompt's KV that is in the store, or keeps it longer. What is too much is not kept.
-    pub fn keep(&mut self, store: &KvStore, new: Kept) {
-        if let Some((_, until)) = self.kept.get_mut(&new.last) {
-            *until = new.until.max(*until);
-        } else if self.kept.len() < MOST && self.blocks + u64::from(new.blocks) <= self.most {
-            self.kept.insert(new.last, (new.blocks, new.until));
-            self.blocks += u64::from(new.blocks);
+    /// Keeps blocks that the store holds, or keeps them longer; `names`: of all from the first on. What is too much is not kept.
+    pub fn keep(&mut self, store: &KvStore, names: &[BlockName], until: Time) {
+        let Some(last) = names.last() else { return };
+        if let Some(known) = self.until.get_mut(last) {
+            *known = until.max(*known);
         } else {
-            return;
+            let new = names.iter().filter(|name| !self.blocks.contains_key(*name)).count();
+            if self.until.len() >= StoreLimits::default().pinned as usize || self.blocks.len() + new > self.most {
+                return;
+            }
+            self.until.insert(*last, until);
+            self.count(names);
         }
         // A pin ends with its block: one that was lost and has come again has none.
-        store.pin(new.last, true);
+        store.pin(*last, true);
     }
 
-    /// Lets go of those whose time is over.
+    /// Lets go of what was kept long enough.
     pub fn expire(&mut self, store: &KvStore, now: Time) {
-        for (name, (blocks, _)) in self.kept.extract_if(|_, (_, until)| *until <= now) {
-            self.blocks -= u64::from(blocks);
-            store.pin(name, false);
+        let over: Vec<BlockName> = self.until.extract_if(|_, until| *until <= now).map(|(last, _)| last).collect();
+        for last in over {
+            store.pin(last, false);
+            self.forget(last);
         }
+    }
+
+    fn count(&mut self, names: &[BlockName]) {
+        let mut before = None;
+        for name in names {
+            if !self.blocks.contains_key(name) {
+                self.blocks.insert(*name, (before, 0));
+                self.add(before);
+            }
+            before = Some(*name);
+        }
+        self.add(before);
+    }
+
+    fn add(&mut self, name: Option<BlockName>) {
+        if let Some((_, count)) = name.and_then(|name| self.blocks.get_mut(&name)) {
+            *count += 1;
+        }
+    }
+
+    /// Takes one away from a block's count, and from that of the one before it if nothing keeps this one any more.
+    fn forget(&mut self, last: BlockName) {
+        let mut next = Some(last);
+        while let Some(name) = next.take()
+            && let Some((before, count)) = self.blocks.get_mut(&name)
+        {
+            *count -= 1;
+            if *count == 0 {
+                next = *before;
+                self.blocks.remove(&name);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_store::{Identity, Shape, StoreConfig};
+
+    use super::*;
+
+    /// Prompts that begin alike, answers that differ: each block counts once, and all are let go of.
+    #[test]
+    fn what_two_have_in_common_counts_once() {
+        let shape = Shape::new(&baton_engine::fake::tiny_layout(4)).unwrap();
+        let store = KvStore::over(None, None, StoreConfig::new(shape, Identity::default(), 4, None), 0, None).unwrap();
+        let names = |last: u32| -> Vec<BlockName> {
+            let tokens: Vec<u32> = (0..8).chain(last..last + 4).collect();
+            BlockName::root("", 4).chain(&tokens, 4).collect()
+        };
+        let mut pins = Pins::new(5);
+        for (last, until, blocks) in [(10, 50, 3), (20, 60, 4), (10, 40, 4), (30, 70, 5), (40, 80, 5)] {
+            pins.keep(&store, &names(last), Time(until));
+            assert_eq!(pins.blocks.len(), blocks, "with {last}");
+        }
+        // A part of what is kept, for longer.
+        pins.keep(&store, &names(10)[..2], Time(90));
+        for (now, blocks) in [(49, 5), (50, 4), (60, 3), (89, 2), (90, 0)] {
+            pins.expire(&store, Time(now));
+            assert_eq!(pins.blocks.len(), blocks, "at {now}");
+        }
+        assert!(pins.until.is_empty());
+        let many: Vec<Vec<BlockName>> = (0..2000).map(|at| names(100 + at)[..3].to_vec()).collect();
+        let mut pins = Pins::new(usize::MAX);
+        many.iter().for_each(|names| pins.keep(&store, names, Time(100)));
+        assert_eq!(pins.until.len(), StoreLimits::default().pinned as usize);
     }
 }

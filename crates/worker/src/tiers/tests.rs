@@ -290,25 +290,18 @@ fn what_is_kept_is_not_evicted_before_its_time_is_over() {
         let names: Vec<_> = what.prefix.prefix.root.chain(&what.prefix.tokens[..8], 4).collect();
         (what, names)
     };
-    let (mut what, names) = prompt(1000);
-    assert_eq!(Kept::of(&what.prefix, || names.clone(), Time(0)), None, "nobody asked");
-    (what.prefix.prefix.keep, what.prefix.prefix.keep_until) = (1, Some(Time(50)));
-    assert_eq!(Kept::of(&what.prefix, || names.clone(), Time(50)), None, "its time is over");
-    let kept = Kept::of(&what.prefix, || names.clone(), Time(0)).unwrap();
-    let mut longer = what.prefix.clone();
-    longer.prefix.keep_until = Some(Time(60));
-    let longer = Kept::of(&longer, || names.clone(), Time(0)).unwrap();
+    let (what, names) = prompt(1000);
     let mut others = (1..100).map(|other| prompt(other * 2000).0);
     let mut come = |pool: &mut Pair, count| others.by_ref().take(count).for_each(|other| pool.copier.save(&other));
     for (most, stays) in [(1, 0), (2, 2)] {
         let mut pins = Pins::new(most);
         pool.copier.save(&what);
-        pins.keep(&store, kept);
+        pins.keep(&store, &names, Time(50));
         come(&mut pool, 9);
         pins.expire(&store, Time(49));
         come(&mut pool, 9);
         assert_eq!(store.held(&names).len(), stays, "{most} blocks may be kept");
-        pins.keep(&store, longer);
+        pins.keep(&store, &names, Time(60));
         pins.expire(&store, Time(59));
         come(&mut pool, 9);
         assert_eq!(store.held(&names).len(), stays, "kept longer");
