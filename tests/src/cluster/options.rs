@@ -41,8 +41,8 @@ impl ClusterOptions {
         }
     }
 
-    /// With pools of so many blocks of `block_bytes`, four times as much host memory for all workers together, and service by priority: meant to be too
-    /// little for `running` sequences at once.
+    /// With pools of so many blocks of `block_bytes`, and service by priority: meant to be too little for `running` sequences at once. All workers
+    /// together have four times as much host memory.
     pub fn under_pressure(mut self, blocks: u32, block_bytes: u64, running: u32) -> ClusterOptions {
         let memory = |blocks: u32| format!("{}B", u64::from(blocks) * block_bytes);
         self.args.extend(["--kv-memory".to_owned(), memory(blocks)]);

@@ -88,6 +88,35 @@ fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result
     let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
     ensure!(loaded >= 320.0 * (PROMPTS - 2) as f64, "{loaded} tokens loaded");
     wait(|| (metric(&cluster, "baton_kv_tier_hit_tokens_total", "tier=\"host\"").ok()? >= loaded).then_some(()))?;
+    let loads = metric(&cluster, "baton_kv_tier_load_seconds_count", "tier=\"host\"")?;
+    let seconds = metric(&cluster, "baton_kv_tier_load_seconds_sum", "tier=\"host\"")?;
+    ensure!(loads >= (PROMPTS - 2) as f64 && seconds > 0.0, "{loads} loads took {seconds} s");
+    cluster.stop()
+}
+
+/// A prompt that is kept comes back after as much else as neither pool nor host memory has room for, another one does not.
+#[test]
+fn what_is_asked_to_be_kept_stays_in_host_memory() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let mut options = options(model.path(), 40, None)?;
+    options.env.push(("BATON_EVICTION".to_owned(), "priority".to_owned()));
+    let cluster = Cluster::start(options)?;
+    let client = cluster.client()?;
+    let ask = |tokens: usize, which: u64, cache_keep_seconds| -> anyhow::Result<u32> {
+        let request = v1::GenerateRequest { cache_keep_seconds, ..sampled(prompt(tokens, which), 6, which) };
+        let answer = cluster.block_on(client.ask(request))?;
+        // Until what it leaves is saved.
+        cluster.wait_idle()?;
+        Ok(answer.finish.as_ref().and_then(|f| f.usage).context("usage")?.cached_tokens)
+    };
+    ask(PROMPT, 1, 600)?;
+    ask(PROMPT, 2, 0)?;
+    // Each takes nearly the whole pool, also the blocks that are kept there.
+    (10..20).try_for_each(|which| ask(700, which, 0).map(drop))?;
+    let (kept, other) = (ask(PROMPT, 1, 0)?, ask(PROMPT, 2, 0)?);
+    ensure!(kept >= 320 && other < 64, "{kept} tokens of what was kept, {other} of the other");
+    let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
+    ensure!(loaded >= 128.0, "{loaded} tokens loaded: the pool had them");
     cluster.stop()
 }
 
