@@ -159,7 +159,7 @@ impl Engine {
     /// A layer group with a window needs only window and chunk at a time, and takes later blocks as the window passes
     /// earlier ones. A sequence whose blocks a transfer reads cannot be preempted. So only one such sequence at a time
     /// may still have blocks to take: two could wait for each other.
-    fn need(&self, start: Start, tokens: u32) -> Need {
+    pub(crate) fn need(&self, start: Start, tokens: u32) -> Need {
         let chunk = self.config.chunk;
         let growing = |turn: &Turn| {
             let other = self.sequences.get(&turn.seq);
@@ -211,23 +211,28 @@ impl Engine {
             Err(error) => return self.broken(error),
         };
         s.start = start;
-        let first = s.cached.is_none();
-        if first {
-            let of_prompt = hit.tokens().min(s.prompt_tokens);
-            s.cached = Some(of_prompt);
-            self.hit_tokens += u64::from(of_prompt);
-        }
+        let first = self.found(seq, hit.tokens());
+        let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
         if start == Start::Receive {
             events.push(Event::Reserved { seq, request_id: s.request_id.clone(), cached_tokens: hit.tokens() });
         } else {
             s.computed = hit.tokens();
         }
-        let outcome = self.leave_queue(seq, phase);
-        if first && self.overtake(seq) { Outcome::Started { aged: true } } else { outcome }
+        self.leave_queue(seq, phase);
+        Outcome::Started { aged: first && self.overtake(seq) }
     }
 
-    fn leave_queue(&mut self, seq: SeqId, phase: Phase) -> Outcome {
-        let Some(s) = self.sequences.get_mut(&seq) else { return Outcome::Later };
+    /// Counts what a sequence that starts has found of its prompt. Whether this is its first start.
+    pub(crate) fn found(&mut self, seq: SeqId, tokens: u32) -> bool {
+        let Some(s) = self.sequences.get_mut(&seq).filter(|s| s.cached.is_none()) else { return false };
+        let of_prompt = tokens.min(s.prompt_tokens);
+        s.cached = Some(of_prompt);
+        self.hit_tokens += u64::from(of_prompt);
+        true
+    }
+
+    pub(crate) fn leave_queue(&mut self, seq: SeqId, phase: Phase) {
+        let Some(s) = self.sequences.get_mut(&seq) else { return };
         (s.fresh, s.sealed, s.last_step, s.leader) = (true, false, self.steps, None);
         let turn = s.turn;
         self.waiting.remove(&turn);
@@ -236,13 +241,12 @@ impl Engine {
             _ => self.running.insert(self.running.partition_point(|other| *other < turn), turn),
         }
         s.phase = phase;
-        Outcome::Started { aged: false }
     }
 
     /// Called when `seq` has started for the first time. It has overtaken each sequence of its class that was submitted
     /// earlier, has a later turn, and still waits or computes its prompt. Sequences that have been overtaken often enough age.
     /// Returns whether any did.
-    fn overtake(&mut self, seq: SeqId) -> bool {
+    pub(crate) fn overtake(&mut self, seq: SeqId) -> bool {
         let most = match self.config.order {
             Order::Fcfs => 0,
             Order::ShortestFirst | Order::Priority => self.config.overtakes,

@@ -96,6 +96,7 @@ impl Engine {
             return;
         };
         sequence.computed += row.len;
+        sequence.unverified = false;
         if !scored.is_empty() {
             sequence.scored = row.scores.0 + row.scores.1;
             events.push(Event::Scored { seq, tokens: scored });
@@ -180,8 +181,9 @@ impl Engine {
     fn finish_step(&mut self, step: Step) {
         let first = (self.steps + 1).checked_sub(u64::from(self.in_flight));
         debug_assert_eq!(Some(step.number), first, "a step out of turn, or of another engine");
-        self.spare_steps.push(step.rows);
         self.in_flight = self.in_flight.saturating_sub(1);
+        self.joined &= step.behind.is_none();
+        self.spare_steps.push(step.rows);
         debug_assert_eq!(self.check(), Ok(()), "I6");
     }
 }

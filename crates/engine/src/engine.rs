@@ -65,6 +65,10 @@ pub struct Engine {
     pub(crate) ended: Option<Vec<Exchange>>,
     /// Preempted sequences that could start again, if their KV came from there where it was kept.
     pub(crate) returning: Vec<Exchange>,
+    /// The fetch whose blocks fill layer by layer now ([`Engine::streams`]).
+    pub(crate) streams: Option<SeqId>,
+    /// The step in flight is behind a fetch: none is planned before it is over.
+    pub(crate) joined: bool,
     /// Prefixes that were fetched are among these.
     pub(crate) notes_fetched: bool,
     /// First error of a block operation that should never fail; reported by [`Engine::check`].
@@ -101,6 +105,8 @@ impl Engine {
             decoded_wasted: 0,
             ended: None,
             returning: Vec::new(),
+            streams: None,
+            joined: false,
             notes_fetched: false,
             defect: None,
             spare_steps: Vec::new(),
@@ -452,6 +458,9 @@ impl Engine {
         self.parked -= u32::from(sequence.parked.is_some());
         let fence = doom == Doom::Quarantine && sequence.exposed();
         let leaves = matches!(sequence.phase, Phase::Running(_) | Phase::Held(_)) && !sequence.exchange;
+        if sequence.unverified {
+            sequence.computed = 0;
+        }
         let disposed = match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
                 self.waiting.remove(&sequence.turn);

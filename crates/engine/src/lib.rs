@@ -36,6 +36,7 @@ mod exchange;
 pub mod fake;
 #[cfg(feature = "testing")]
 mod holdings;
+mod join;
 mod plan;
 mod saturation;
 mod sequence;

@@ -76,7 +76,7 @@ impl Engine {
     /// While one step is in flight, another is planned ahead unless something must wait for the first. While two are in
     /// flight, none is planned.
     pub fn plan(&mut self, now: Time, events: &mut Vec<Event>) -> Option<Step> {
-        if self.in_flight >= MOST_IN_FLIGHT {
+        if self.in_flight >= MOST_IN_FLIGHT || self.joined {
             return None;
         }
         self.pools.advance(now);
@@ -90,6 +90,7 @@ impl Engine {
         self.plan_decodes(&mut rows);
         self.admit(events);
         self.plan_chunks(&mut rows);
+        let behind = if rows.is_empty() { self.join(&mut rows) } else { None };
         if rows.is_empty() {
             debug_assert_eq!(self.check(), Ok(()), "I6");
             if self.in_flight == 0 {
@@ -106,10 +107,11 @@ impl Engine {
             }
         }
         self.starved = None;
+        self.joined = behind.is_some();
         self.in_flight += 1;
         self.steps += 1;
         debug_assert_eq!(self.check(), Ok(()), "I6");
-        Some(Step { rows, number: self.steps })
+        Some(Step { rows, number: self.steps, behind })
     }
 
     /// Whether the next step can only be planned when the one in flight is over.
@@ -242,7 +244,7 @@ impl Engine {
     /// Most tokens of a sequence in the next step. Where it is the only one, nobody waits for a step, and its chunks are whole. What one chunk
     /// computes behind a cached prefix is not split. Chunks of batch work, and where tenants share, are the shortest: who comes next, and is to go
     /// first, waits for the step that is being computed.
-    fn chunk_of(&self, sequence: &Sequence) -> u32 {
+    pub(crate) fn chunk_of(&self, sequence: &Sequence) -> u32 {
         let EngineConfig { chunk, pack_tokens, .. } = self.config;
         let least = pack_tokens.max(chunk / LEAST_CHUNK).min(chunk);
         let alone = self.running.len() + self.waiting.len() + self.receiving.len() == 1;
@@ -255,7 +257,7 @@ impl Engine {
         chunk_at(sequence.next_start(), chunk, least, self.pairs_per_token)
     }
 
-    fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
+    pub(crate) fn push_row(&mut self, seq: SeqId, len: u32, rows: &mut Vec<StepRow>) {
         if let Some(s) = self.sequences.get_mut(&seq) {
             s.last_step = self.steps + 1;
             let start = s.next_start();

@@ -128,6 +128,8 @@ pub(crate) struct Sequence {
     pub kept: Kept,
     /// Leading tokens whose KV is in its blocks.
     pub computed: u32,
+    /// These are being written to while its first step computes: nobody may find them yet (I2).
+    pub unverified: bool,
     /// Its rows in steps in flight.
     pub flight: RowsInFlight,
     /// Set when it has ended while a step computes it: what becomes of its blocks after the last such step. No further
@@ -227,6 +229,7 @@ impl Sequence {
             phase: Phase::Waiting,
             kept: Kept::Nowhere,
             computed: 0,
+            unverified: false,
             flight: RowsInFlight::default(),
             doomed: None,
             cached: None,

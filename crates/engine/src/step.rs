@@ -11,6 +11,7 @@ use baton_types::SeqId;
 pub struct Step {
     pub(crate) rows: Vec<StepRow>,
     pub(crate) number: u64,
+    pub(crate) behind: Option<SeqId>,
 }
 
 /// One row of a step: consecutive tokens of one sequence.
@@ -65,6 +66,12 @@ impl Step {
     /// Number of the step; the engine counts its steps from 1.
     pub fn number(&self) -> u64 {
         self.number
+    }
+
+    /// The fetch whose blocks its only row reads while they are written to ([`crate::Engine::streams`]). The runner has to wait in each layer until that
+    /// layer is complete and verified (I2), and the step ends no sooner than the writing (I3). If not all is complete and right, it has failed.
+    pub fn behind(&self) -> Option<SeqId> {
+        self.behind
     }
 
     /// Tokens over all rows.

@@ -4,7 +4,7 @@
 mod rig;
 
 use baton_engine::{
-    EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Order, Prefix, SequenceError, Start, Time,
+    EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Order, Prefix, RunError, SequenceError, Start, Time,
 };
 use baton_types::{PoolGeometry, RequestId, SeqId};
 use rig::{LIMITS, Rig, layout, request};
@@ -40,12 +40,16 @@ fn fetch(rig: &mut Rig, prompt: u32) -> Result<SeqId, EngineError> {
 
 /// What the transfer does: writes the blocks that one worker serves into those that the other lends.
 fn write(from: &Rig, serves: SeqId, to: &mut Rig, fetches: SeqId) {
-    let [theirs, ours] = [from, &*to].map(|rig| PoolGeometry::uniform(layout(), rig.engine.counts().total / 2));
     let first = to.engine.lent_from(fetches).unwrap() as usize;
+    write_from(first, from, serves, to, fetches);
+}
+
+/// The same from this block on, into the blocks of any sequence.
+fn write_from(first: usize, from: &Rig, serves: SeqId, to: &mut Rig, fetches: SeqId) {
+    let [theirs, ours] = [from, &*to].map(|rig| PoolGeometry::uniform(layout(), rig.engine.counts().total / 2));
     for group in 0..theirs.layout.groups.len() {
         let sources = from.engine.tables(serves).unwrap()[group].blocks();
         let targets = to.engine.tables(fetches).unwrap()[group].blocks();
-        assert_eq!(sources.len(), targets.len());
         for (source, target) in sources.iter().zip(targets).skip(first).filter(|(_, target)| **target != HOLE) {
             for layer in 0..theirs.layout.groups[group].layers.len() {
                 let bytes = from.model.memory()[theirs.block_range(group, layer, *source)].to_vec();
@@ -83,6 +87,106 @@ fn a_prompt_waits_for_its_fetched_prefix_and_computes_the_rest() {
     to.steps(5);
     assert_eq!(to.tokens_of(prompt), alone);
     assert!(to.engine.idle() && from.engine.idle(), "I6");
+}
+
+/// The answer to a prompt of 40 tokens, computed alone.
+fn alone_40(max_tokens: u32) -> Vec<u32> {
+    let mut rig = Rig::new(LIMITS, 60);
+    let seq = rig.engine.submit(sharing(Start::Compute, 40, max_tokens)).unwrap();
+    rig.steps(10);
+    rig.tokens_of(seq)
+}
+
+/// A worker with prompts of 40 tokens that wait for a fetch of 28, which streams.
+fn streaming(prompts: u32) -> (Rig, SeqId, Vec<SeqId>) {
+    let mut rig = Rig::new(LIMITS, 60);
+    let fetches = fetch(&mut rig, 30).unwrap();
+    let prompts = (0..prompts).map(|_| rig.engine.submit(sharing(Start::Compute, 40, 5)).unwrap()).collect();
+    assert!(rig.plan().is_none(), "they wait");
+    rig.engine.streams(fetches);
+    (rig, fetches, prompts)
+}
+
+/// I1: it is computed with what is written meanwhile, and answered as if it had computed all. Who shares its prefix waits for it.
+#[test]
+fn a_prompt_is_computed_behind_a_fetch_that_streams() {
+    let mut from = holder(30);
+    let serves = from.engine.serve(exchange(30)).unwrap();
+    let (mut to, fetches, prompts) = streaming(2);
+    let step = to.plan().unwrap();
+    assert_eq!((step.behind(), step.rows().len(), step.rows()[0].seq), (Some(fetches), 1, prompts[0]));
+    let row = step.rows()[0];
+    assert_eq!((row.start, row.len, row.since), (28, 12, 0), "a peer gets the prefix with the rest");
+    assert!(to.plan().is_none(), "nothing is launched behind it");
+    assert_eq!(to.engine.fetched(fetches), Err(EngineError::UnknownSequence(fetches)), "the prompt has its blocks");
+    assert_eq!((to.blocks(), to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>())), ((10, 0, 0), 0), "I2");
+    write_from(0, &from, serves, &mut to, prompts[0]);
+    let mut out = to.compute(&step);
+    to.engine.apply(step, &mut out, &mut to.events);
+    let next = to.plan().unwrap();
+    let rows: Vec<_> = next.rows().iter().map(|row| (row.seq, row.len)).collect();
+    assert_eq!((next.behind(), rows), (None, vec![(prompts[0], 1), (prompts[1], 1)]), "39 tokens are found");
+    let mut out = to.compute(&next);
+    to.engine.apply(next, &mut out, &mut to.events);
+    to.steps(5);
+    prompts.iter().for_each(|prompt| assert_eq!(to.tokens_of(*prompt), alone_40(5)));
+    let cached = |event: &Event| match event {
+        Event::Finished { seq, cached_tokens, .. } => Some((*seq, *cached_tokens)),
+        _ => None,
+    };
+    let cached: Vec<_> = to.events.iter().filter_map(cached).collect();
+    assert_eq!(cached, [(prompts[0], 28), (prompts[1], 39)]);
+    assert!(to.engine.idle(), "I6");
+}
+
+/// I2, I3: what was written is found by nobody, and its blocks are used by nobody before the step is over.
+#[test]
+fn a_step_behind_a_fetch_can_fail_and_its_sequence_can_be_aborted() {
+    let (mut to, _, prompts) = streaming(1);
+    let step = to.plan().unwrap();
+    to.engine.fail(step, RunError("damaged".into()), &mut to.events);
+    let failed = |event: &Event| matches!(event, Event::Failed { seq, quarantined: false, .. } if *seq == prompts[0]);
+    assert!(to.events.iter().any(failed), "{:?}", to.events);
+    assert_eq!(to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>()), 0);
+    assert!(to.engine.idle());
+
+    let (mut to, _, prompts) = streaming(1);
+    let step = to.plan().unwrap();
+    to.engine.abort(prompts[0], false).unwrap();
+    assert_eq!(to.blocks(), (10, 0, 0));
+    to.engine.fail(step, RunError("damaged".into()), &mut to.events);
+    assert!(to.engine.idle());
+    assert_eq!(to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>()), 0);
+}
+
+/// Others never wait for what is being written; a prompt that has nothing to gain, or finds no room, waits for all of it.
+#[test]
+fn a_prompt_that_cannot_be_computed_behind_a_fetch_waits_for_it() {
+    let (mut to, ..) = streaming(1);
+    let other = to.submit(Start::Compute, 3, 9);
+    let step = to.plan().unwrap();
+    assert_eq!((step.behind(), step.rows()[0].seq), (None, other), "who can run runs");
+
+    let (mut to, fetches) = (Rig::new(LIMITS, 60), SeqId(0));
+    assert_eq!(fetch(&mut to, 30), Ok(fetches));
+    to.engine.submit(sharing(Start::Compute, 29, 5)).unwrap();
+    to.engine.submit(sharing(Start::Receive, 40, 5)).unwrap();
+    let parked = NewSequence { parked: true, ..sharing(Start::Compute, 40, 5) };
+    to.engine.submit(parked).unwrap();
+    assert!(to.plan().is_none());
+    to.engine.streams(fetches);
+    assert!(to.plan().is_none(), "a single token, a peer's, one that must not start");
+
+    // Blocks for 28 tokens and two more: the prompt needs three.
+    let mut to = Rig::new(LIMITS, 9);
+    let fetches = fetch(&mut to, 30).unwrap();
+    let held = to.engine.submit(sharing(Start::Compute, 36, 1)).unwrap();
+    assert!(to.plan().is_none());
+    let blocks = to.engine.fetch(Exchange { tokens: (90..99).collect(), ..exchange(9) }, &mut to.events).unwrap();
+    to.engine.streams(fetches);
+    assert!(to.plan().is_none(), "no room");
+    to.engine.abort(blocks, false).unwrap();
+    assert_eq!(to.plan().map(|step| (step.behind(), step.rows()[0].seq)), Some((Some(fetches), held)));
 }
 
 /// A KV store has no prompts: what it fetched is what it has for the tiers below its pool.

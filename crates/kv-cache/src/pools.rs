@@ -105,11 +105,11 @@ impl KvPools {
         self.shapes[group].live(position, self.block_size)
     }
 
-    /// Tokens that a group's table covers at the start of a sequence that begins with `hit`.
-    pub(crate) fn covers(&self, group: usize, hit: &Hit, need: Need) -> u32 {
+    /// Tokens that a group's table covers at the start of a sequence whose first `has` tokens are there.
+    pub(crate) fn covers(&self, group: usize, has: u32, need: Need) -> u32 {
         match self.shapes[group].most_live(need.chunk, self.block_size) {
             Some(most) if !need.received => {
-                let live = self.live(group, hit.tokens);
+                let live = self.live(group, has);
                 let end = live.first.max(live.sinks).saturating_add(most - live.sinks);
                 need.tokens.min(end.saturating_mul(self.block_size))
             }
@@ -150,7 +150,7 @@ impl KvPools {
         let (mut tables, chain) = self.shared(hit, prefix, hit.tokens)?;
         let sources = self.hold_sources(hit)?;
         for (group, table) in tables.iter_mut().enumerate() {
-            self.extend(group, table, self.covers(group, hit, need), 0, BlockPool::allocate)?;
+            self.extend(group, table, self.covers(group, hit.tokens, need), 0, BlockPool::allocate)?;
         }
         Ok(Tables { tables, chain, sources, copy_to: hit.blocks() })
     }
@@ -196,6 +196,26 @@ impl KvPools {
             false => pools.pools[group].accept(block),
         })?;
         Ok(Tables { tables, chain, sources: Vec::new(), copy_to: 0 })
+    }
+
+    /// Whether there are blocks for a sequence of this need that begins with all of these lent blocks.
+    pub fn fits_behind(&self, lent: &LentTables, need: Need) -> bool {
+        self.pools.iter().zip(&lent.tables).enumerate().all(|(group, (pool, table))| {
+            let end = self.blocks_for(self.covers(group, table.tokens, need));
+            let (counts, wanted) = (pool.counts(), end.saturating_sub(table.blocks.len() as u32));
+            wanted <= counts.free + counts.cached
+        })
+    }
+
+    /// Turns lent blocks into the first ones of a sequence while they are still written to. Whoever computes with them waits in each layer until it
+    /// is complete and verified (I2). They may be given back once nobody writes to them (I3).
+    pub fn take_over(&mut self, lent: LentTables, need: Need) -> Result<Tables, KvError> {
+        let mut taken = self.accept(lent)?;
+        for (group, table) in taken.tables.iter_mut().enumerate() {
+            let tokens = self.covers(group, table.tokens, need);
+            self.extend(group, table, tokens, 0, BlockPool::allocate)?;
+        }
+        Ok(taken)
     }
 
     /// Takes lent blocks back at once. Only allowed when no peer can write to them (I3): either no peer was told of them, or

@@ -101,7 +101,7 @@ impl KvPools {
     pub fn fits(&self, hit: &Hit, need: Need, spare: u32) -> Result<(), KvError> {
         let position = if need.received { need.tokens } else { hit.tokens };
         for (group, pool) in self.pools.iter().enumerate() {
-            let (live, end) = (self.live(group, position), self.blocks_for(self.covers(group, hit, need)));
+            let (live, end) = (self.live(group, position), self.blocks_for(self.covers(group, hit.tokens, need)));
             let missing = live.missing(hit.blocks(), end);
             let wanted = (end.saturating_sub(hit.blocks()) - missing) as usize + spare as usize;
             let needed = (0..).zip(&hit.path).filter(|(at, _)| live.contains(*at)).map(|(_, id)| id);
