@@ -5,13 +5,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_engine::conformance;
+use baton_engine::{Batch, CacheConfig, ModelRunner, Row, Sample, conformance};
 use baton_kernels::{CpuBackend, CpuOptions, HostPool, Isa};
+use baton_kv_cache::KvPools;
 use baton_model::{Decoder, DecoderLimits, kv_layout};
 use baton_model_files::Model;
 use baton_tests::local::{Local, Options};
 use baton_tests::tiny;
-use baton_types::{KvDtype, PoolGeometry, SamplingParams};
+use baton_transfer::Segment;
+use baton_types::{KvDtype, PoolGeometry, SamplingParams, SeqId};
 use proptest::prelude::*;
 
 type Request = (Vec<u32>, SamplingParams);
@@ -156,5 +158,50 @@ fn the_decoder_conforms() {
             Decoder::load(&model, &setup.geometry.layout, backend, limits).unwrap()
         };
         assert_eq!(conformance::check(&setup, make), Ok(()), "{}", config.name);
+    }
+}
+
+/// Each layer's K and V of a prefix may come to the pool as late as when that layer is reported, as they do from the KV store. The answer is the
+/// same, to the bit.
+#[test]
+fn a_prefix_may_come_to_the_pool_layer_by_layer() {
+    for config in tiny::configs().unwrap() {
+        let directory = tempfile::tempdir().unwrap();
+        config.write(directory.path()).unwrap();
+        let model = Model::open(directory.path()).unwrap();
+        let layout = kv_layout(model.config(), model.fingerprint(), KvDtype::F16, 16);
+        let geometry = PoolGeometry::uniform(layout, 4);
+        let segments = [0; 2].map(|_| Arc::new(Segment::create("test", geometry.bytes()).unwrap()));
+        let [mut whole, mut layered] = segments.each_ref().map(|segment| {
+            let (base, bytes, owner) = (segment.as_ptr(), segment.len(), Arc::clone(segment));
+            // SAFETY: the segment lives as long as its owner.
+            let pool = Arc::new(unsafe { HostPool::new(base, bytes, geometry.clone(), owner) }.unwrap());
+            let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }, pool).unwrap();
+            let limits = DecoderLimits { tokens: 64, samples: 4, context: 64, table_entries: 8 };
+            Decoder::load(&model, &geometry.layout, backend, limits).unwrap()
+        });
+        let mut pools = KvPools::new(&geometry, CacheConfig::default()).unwrap();
+        let tables = pools.allocate(40).unwrap();
+        let prompt: Vec<u32> = (0..40).map(|at| at * 7 % 200).collect();
+        let params = SamplingParams { temperature: 0.0, top_logprobs: Some(5), ..SamplingParams::default() };
+        let sample = Some(Sample { params: &params, index: 0, prompt: &prompt, generated: &[] });
+        let row = |start: u32| {
+            let (tokens, tables) = (&prompt[start as usize..], tables.as_slice());
+            [Row { seq: SeqId(1), tokens, follows: None, start, tables, score: None, sample }]
+        };
+        let mut answers = [Vec::new(), Vec::new()];
+        whole.run(&Batch { rows: &row(0), copies: &[] }, &mut |_| (), &mut answers[0]).unwrap();
+        assert!(layered.reads_by_layer());
+        let mut come = |layer| {
+            let (group, inner) = geometry.layout.locate(layer).unwrap();
+            for block in &tables.as_slice()[group].blocks()[..2] {
+                let range = geometry.block_range(group, inner, *block);
+                // SAFETY: nobody else touches either segment now.
+                unsafe { segments[1].write(range.start, &segments[0].read(range.start, range.len())) };
+            }
+        };
+        layered.run(&Batch { rows: &row(32), copies: &[] }, &mut come, &mut answers[1]).unwrap();
+        assert_eq!(answers[0], answers[1], "{}", config.name); // I1
+        pools.free(tables).unwrap();
     }
 }

@@ -40,6 +40,12 @@ pub trait ModelRunner: Send {
         false
     }
 
+    /// Whether a row of several tokens reads a layer's K and V of earlier tokens only after `on_layer(layer)` has returned. They need not be in the
+    /// pool before, then ([`crate::Step::behind`]).
+    fn reads_by_layer(&self) -> bool {
+        false
+    }
+
     /// Name of the device that its calls wait for and that may hang; `None` when it computes on this processor.
     fn device(&self) -> Option<String> {
         None
@@ -83,7 +89,8 @@ pub struct Row<'a> {
     /// token. Until the previous step is collected, `tokens` is a placeholder and [`Sample::generated`] lacks that token.
     /// A sequence whose sampling needs that token ([`SamplingParams::looks_back`]) never has such a row.
     pub follows: Option<u32>,
-    /// Position of `tokens[0]`. The KV of all earlier positions is in the pool, or the batch's copies bring it there.
+    /// Position of `tokens[0]`. The KV of all earlier positions is in the pool, or the batch's copies bring it there; or `on_layer` does, where
+    /// [`ModelRunner::reads_by_layer`] says that this is soon enough.
     pub start: u32,
     /// One block table per layer group, each covering at least `start + tokens.len()` tokens. Blocks that the group's
     /// window has passed may be missing.

@@ -377,6 +377,10 @@ impl<M: KvMemory> ModelRunner for FakeModel<M> {
     fn overlaps(&self) -> bool {
         true
     }
+
+    fn reads_by_layer(&self) -> bool {
+        true
+    }
 }
 
 /// A log probability made of a state.

@@ -197,6 +197,11 @@ impl<B: Backend> ModelRunner for Decoder<B> {
         collected
     }
 
+    /// Ranks report a layer once all have stored theirs, which is after they have read it.
+    fn reads_by_layer(&self) -> bool {
+        self.ranks() == 1
+    }
+
     fn overlaps(&self) -> bool {
         self.backend.overlaps() && self.ranks() == 1
     }

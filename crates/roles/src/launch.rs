@@ -32,6 +32,7 @@ pub struct Write<'a> {
 pub struct StepLaunch {
     pub(crate) step: u64,
     pub(crate) tokens: u32,
+    pub(crate) behind: Option<SeqId>,
     pub(crate) layout: Arc<KvLayout>,
     pub(crate) outgoing: Vec<Outgoing>,
     pub(crate) refused: Vec<(SeqId, TransferError)>,
@@ -46,6 +47,13 @@ impl StepLaunch {
     /// Tokens it computes.
     pub fn tokens(&self) -> u32 {
         self.tokens
+    }
+
+    /// The load that it does not wait for ([`crate::tiers::Command::Streams`]): on each layer that the model says is stored, and before
+    /// [`StepLaunch::stored`] is called, wait until that layer is loaded and verified (I2). The launch has failed if one is not. Whatever comes of the
+    /// launch, answer it once nothing writes to the load's blocks any more (I3).
+    pub fn behind(&self) -> Option<SeqId> {
+        self.behind
     }
 
     /// The K and V of `layer` are in the pool, or will be before any read of the pool that is requested from now on.
@@ -84,7 +92,7 @@ mod tests {
         let other = vec![vec![(BlockId(4), 0)], vec![(BlockId(7), 1)]];
         let outgoing = vec![Outgoing { seq: SeqId(1), pairs }, Outgoing { seq: SeqId(2), pairs: other }];
         let layout = Arc::new(tiny_layout(4));
-        let mut launch = StepLaunch { step: 1, tokens: 4, layout, outgoing, refused: Vec::new() };
+        let mut launch = StepLaunch { step: 1, tokens: 4, behind: None, layout, outgoing, refused: Vec::new() };
         let mut seen = Vec::new();
         for layer in 0..4 {
             launch.stored(layer, |write| {

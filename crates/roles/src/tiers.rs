@@ -6,7 +6,9 @@
 //! | save | blocks that the store's thread reads | the store says that it has read them |
 //!
 //! A prompt waits for its prefix to be loaded, as for one that is fetched ([`crate::exchange`]), and so does another worker that is to be served
-//! this prefix. If that fails, or takes too long, the prompt is computed. What an ended sequence leaves in the prefix cache is saved, block by
+//! this prefix. If that fails, or takes too long, the prompt is computed. Where there is nothing else to compute, a prompt does not wait for the last of it,
+//! the copying from host memory: its first step takes each layer as it comes ([`crate::StepLaunch::behind`]). If a block is found damaged then, that step has
+//! failed, and its request is tried again. What an ended sequence leaves in the prefix cache is saved, block by
 //! block, as far as the store lacks it. So is what a preempted one leaves, which is loaded before it starts again.
 
 mod held;
@@ -48,6 +50,8 @@ pub enum Command {
         /// How long loading all of it takes, as predicted, in seconds.
         seconds: f64,
     },
+    /// All of a load is in host memory, and its layers are being copied and verified in ascending order.
+    Streams(SeqId),
     /// Nothing writes to the blocks of a load any more. True: all are written and verified (I2). Sent once for each [`Effect::Load`].
     Loaded(SeqId, bool),
     /// The store lacks blocks of this prefix, from this block on.
@@ -76,6 +80,8 @@ pub enum Effect {
 #[derive(Debug)]
 enum Part {
     Load(Prefix, u32),
+    /// A load whose blocks a prompt has taken over, and how many tokens it brings.
+    Joined(u32),
     Save,
 }
 
@@ -100,7 +106,7 @@ impl Tiers {
                     && load.moves(block_size) as usize >= wanted.len()
                     && load.tokens.starts_with(wanted)
             }
-            Part::Save => false,
+            Part::Joined(_) | Part::Save => false,
         };
         self.open.iter().find(|(_, part)| brings(part)).map(|(seq, _)| *seq)
     }
@@ -116,6 +122,11 @@ impl Tiers {
     ) {
         match command {
             Command::Load { prefix, seconds } => self.load(desk, *prefix, seconds, computes),
+            Command::Streams(seq) => {
+                if let Some(Part::Load(..)) = self.open.get(&seq) {
+                    desk.engine.streams(seq);
+                }
+            }
             Command::Loaded(seq, whole) => self.loaded(desk.engine, seq, whole, out),
             Command::Save(prefix, first) => {
                 let prefix = Prefix { deadline: now.after_ms(SAVE_MS), ..*prefix };
@@ -137,7 +148,7 @@ impl Tiers {
         let known = computes(here, moves);
         // What is in the pool already is not loaded.
         let seconds = seconds * f64::from(moves.saturating_sub(here)) / f64::from(moves.max(1));
-        let loads = self.open.values().filter(|part| matches!(part, Part::Load(..))).count();
+        let loads = self.open.values().filter(|part| !matches!(part, Part::Save)).count();
         if desk.draining || loads >= MOST || (known > 0.0 && known <= seconds) {
             return;
         }
@@ -147,9 +158,20 @@ impl Tiers {
         }
     }
 
+    /// A step that is launched now takes over the blocks of a load.
+    pub fn joined(&mut self, load: SeqId, block_size: u32) {
+        if let Some(part) = self.open.get_mut(&load)
+            && let Part::Load(prefix, here) = part
+        {
+            *part = Part::Joined(prefix.moves(block_size) - *here);
+        }
+    }
+
     fn loaded(&mut self, engine: &mut Engine, seq: SeqId, whole: bool, out: &mut Vec<Effect>) {
-        let Some(Part::Load(_, here)) = self.open.remove(&seq) else {
-            return clear(engine, seq);
+        let here = match self.open.remove(&seq) {
+            Some(Part::Load(_, here)) => here,
+            Some(Part::Joined(tokens)) => return out.extend(whole.then_some(Effect::Loaded(tokens))),
+            _ => return clear(engine, seq),
         };
         match if whole { engine.fetched(seq).ok() } else { None } {
             Some(tokens) => out.push(Effect::Loaded(tokens - here)),

@@ -230,7 +230,13 @@ impl<R: RoleCore> WorkerCore<R> {
                 let computes = |from: u32, to: u32| {
                     cost.prompts(&StepWork::default().with_prompt(from.into(), to.into()), step.into())
                 };
-                let WorkerCore { engine, tiers, events, tier_effects, draining, .. } = self;
+                let WorkerCore { engine, tiers, loading, events, tier_effects, draining, .. } = self;
+                // What is to be served once it is here must be found as soon as its load has ended.
+                if let tiers::Command::Streams(load) = command
+                    && loading.iter().any(|(awaited, _)| *awaited == load)
+                {
+                    return;
+                }
                 tiers.command(Desk { engine, events, draining: *draining }, command, computes, now, tier_effects);
                 self.deliver(out);
             }
@@ -368,8 +374,10 @@ impl<R: RoleCore> WorkerCore<R> {
 
     fn launch(&mut self, step: Step, now: Time, out: &mut Vec<Effect<R::Effect>>) {
         let outgoing = self.role.outgoing(&self.engine, &step);
-        let (layout, refused) = (Arc::clone(&self.layout), Vec::new());
-        out.push(Effect::Launch(StepLaunch { step: step.number(), tokens: step.tokens(), layout, outgoing, refused }));
+        let (layout, refused, behind) = (Arc::clone(&self.layout), Vec::new(), step.behind());
+        behind.into_iter().for_each(|load| self.tiers.joined(load, self.engine.block_size()));
+        let (number, tokens) = (step.number(), step.tokens());
+        out.push(Effect::Launch(StepLaunch { step: number, tokens, behind, layout, outgoing, refused }));
         self.in_flight.push_back(StepInFlight { step, started: now, failed: None });
     }
 
@@ -403,7 +411,10 @@ impl<R: RoleCore> WorkerCore<R> {
         match outcome {
             Ok(mut tokens) => self.engine.apply(step, &mut tokens, &mut self.events),
             Err(error) => {
-                tracing::error!(%error, "a step failed; its sequences end");
+                match step.behind().filter(|_| lost.is_none()) {
+                    Some(_) => tracing::warn!(%error, "a step behind a load failed; its request is tried again"),
+                    None => tracing::error!(%error, "a step failed; its sequences end"),
+                }
                 self.engine.fail(step, error, &mut self.events);
                 self.lost = lost;
             }

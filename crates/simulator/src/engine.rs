@@ -180,6 +180,11 @@ impl World {
         launch: StepLaunch,
     ) -> Result<Option<Input<<H::Role as RoleCore>::Command>>, Violation> {
         let step = launch.step();
+        let whole = launch.behind().map(|load| self.finish_load::<H>(place, load)).transpose()?;
+        if whole == Some(false) {
+            let outcome = Err(RunError("its prefix was damaged".into()));
+            return Ok(Some(Input::Launched { launch, outcome }));
+        }
         self.look_at("I3");
         H::inspect(self, place, &mut thread.core, step)?;
         self.inspect_store::<H>(place, &mut thread.core, step)?;

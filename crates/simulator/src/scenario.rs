@@ -40,7 +40,7 @@ use crate::world::World;
 use crate::{Faults, Options, Summary, Violation, run};
 
 /// Events that a rule may wait for.
-const MILESTONES: [&str; 16] = [
+const MILESTONES: [&str; 17] = [
     "lent",
     "verified",
     "lease-expired",
@@ -57,6 +57,7 @@ const MILESTONES: [&str; 16] = [
     "outlived",
     "found",
     "found-again",
+    "joined",
 ];
 
 /// The process that a rule acts on.

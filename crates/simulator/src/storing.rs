@@ -4,7 +4,7 @@
 use baton_engine::{BlockName, HOLE, NewSequence, Prefix as CacheKey};
 use baton_roles::tiers::{Command, Effect, first_lacking, usable};
 use baton_roles::{Input, RoleCore, WorkerCore, exchange};
-use baton_types::{BlockId, RequestId, Time, mix};
+use baton_types::{BlockId, RequestId, SeqId, Time, mix};
 
 use crate::engine::Host;
 use crate::events::{Event, Place, Process};
@@ -14,6 +14,9 @@ use crate::kept::{Done, Kept};
 use crate::pool::{Blocks, each};
 use crate::world::World;
 use crate::{Sabotage, Violation};
+
+/// Turns of a store after which a load that goes on is not going to end.
+const MOST_TURNS: u32 = 100_000;
 
 impl World {
     /// The store of a worker that starts, in runs that have stores. `before`: that of the process before it at this place.
@@ -101,12 +104,16 @@ impl World {
                     let taken = |at| kept.written.values().chain(kept.read.values()).any(|list| list.contains(&at));
                     !list.iter().map(of).any(taken)
                 });
+                let seq = what.seq;
                 kept.begin(what, true);
                 self.look_at("I3");
                 if !alone {
                     let what = format!("{} loads into a block that is being copied", H::process(place));
                     return Err(self.violation("I3", what));
                 }
+                self.wake_store::<H>(place);
+                // Every other load need not be waited for.
+                return Ok((seq.0 % 2 == 0).then_some(Command::Streams(seq)));
             }
             Effect::Save(what) => kept.begin(what, false),
             Effect::Abort(seq) => kept.give_up(seq),
@@ -126,22 +133,49 @@ impl World {
 
     /// The threads of a worker's store go on.
     pub(crate) fn store_turn<H: Host>(&mut self, place: Place) -> Result<(), Violation> {
+        let done = self.store_goes_on::<H>(place)?;
+        self.wake_store::<H>(place);
+        done.map_or(Ok(()), |done| self.copied::<H>(place, done))
+    }
+
+    /// A step waits for the layers of a load, which goes on until it is over. Whether all was loaded.
+    pub(crate) fn finish_load<H: Host>(&mut self, place: Place, load: SeqId) -> Result<bool, Violation> {
+        self.milestone("joined", H::process(place));
+        for _ in 0..MOST_TURNS {
+            let Some(done) = self.store_goes_on::<H>(place)? else { continue };
+            let ended = match &done {
+                Done::Loaded(what, whole) if what.seq == load => Some(*whole),
+                _ => None,
+            };
+            self.copied::<H>(place, done)?;
+            if let Some(whole) = ended {
+                return Ok(whole);
+            }
+        }
+        Err(self.violation("I5", format!("a step of {} waits for a load that does not end", H::process(place))))
+    }
+
+    /// The threads of a worker's store do the next thing.
+    fn store_goes_on<H: Host>(&mut self, place: Place) -> Result<Option<Done>, Violation> {
         let (process, faults) = (H::process(place), self.faults.store);
         let now = self.engine_now(process);
         let (bytes, geometry) = H::pool(self, place);
-        let Some(kept) = H::kept(self, place).as_mut() else { return Ok(()) };
+        let Some(kept) = H::kept(self, place).as_mut() else { return Ok(None) };
         kept.awake = false;
         kept.faults = faults;
         let done = kept.go_on(&bytes, &geometry, now);
         let (checked, struck) = (kept.check(), std::mem::take(&mut kept.struck));
         (0..struck).for_each(|_| self.faults.count(Fault::Store));
         checked.map_err(|what| self.violation("I6", format!("the store of {process}: {what}")))?;
-        self.wake_store::<H>(place);
-        let mut written = Vec::new();
+        Ok(done)
+    }
+
+    /// A move of a worker's store is over.
+    fn copied<H: Host>(&mut self, place: Place, done: Done) -> Result<(), Violation> {
+        let (process, mut written) = (H::process(place), Vec::new());
         let command = match done {
-            None => return Ok(()),
-            Some(Done::Saved(seq)) => Command::Saved(seq),
-            Some(Done::Loaded(what, whole)) => {
+            Done::Saved(seq) => Command::Saved(seq),
+            Done::Loaded(what, whole) => {
                 written = each(&what.blocks).collect();
                 if whole {
                     let count = what.blocks.first().map_or(0, Vec::len) + what.first as usize;

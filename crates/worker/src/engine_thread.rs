@@ -6,7 +6,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use baton_engine::{Exchange as Prefix, ModelRunner, NewSequence, RunError};
+use baton_engine::{Batch, Exchange as Prefix, ModelRunner, NewSequence, RunError};
 use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::{ReceiverEvent, TransferError};
@@ -335,11 +335,30 @@ impl<S: Shell> Thread<S> {
     }
 
     fn launch(&mut self, mut launch: StepLaunch) -> In<S> {
-        let Thread { core, runner, shell, watchdog, .. } = self;
+        let Thread { core, runner, shell, tiers, watchdog, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
-        // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it.
-        let mut on_layer = |layer| watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
-        let launched = core.with_batch(step, |batch| watchdog.during(call, || runner.launch(batch, &mut on_layer)));
+        let loading = launch.behind().and_then(|load| tiers.as_ref()?.loading(load));
+        let mut right = true;
+        let mut on_layer = |layer| {
+            right = right && loading.as_ref().is_none_or(|loading| loading.wait_for(layer));
+            // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it. What was computed with a damaged layer is
+            // not written (I2).
+            if right {
+                watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
+            }
+        };
+        let mut run = |batch: &Batch<'_>| {
+            let launched = runner.launch(batch, &mut on_layer);
+            // I3: whatever the runner says, nothing writes to the step's blocks once it is over.
+            let whole = loading.as_ref().is_none_or(|loading| loading.wait());
+            if launched.is_ok() && !whole {
+                // It is the only step in flight.
+                let _ = runner.collect(batch, &mut Vec::new());
+                return Err(RunError("the KV of its prefix was damaged".to_owned()));
+            }
+            launched
+        };
+        let launched = core.with_batch(step, |batch| watchdog.during(call, || run(batch)));
         let outcome = launched.unwrap_or_else(|| Err(unplanned(step)));
         Input::Launched { launch, outcome }
     }
@@ -377,7 +396,7 @@ fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Opti
 #[cfg(test)]
 mod tests {
     use baton_engine::fake::tiny_layout;
-    use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start};
+    use baton_engine::{CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start};
     use baton_roles::{Decode, Ticket, decode};
     use baton_types::{ErrorKind, PoolGeometry, RequestId, SamplingParams, TokenOut};
 

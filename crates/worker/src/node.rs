@@ -182,6 +182,7 @@ impl Node {
         let node = Node { id, vocab, grammars, clock, geometry, pool, config, tls, secret };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
+        let by_layer = runner.reads_by_layer();
         let core = WorkerCore::new(engine, N::role(&node), layout, node.config.kv_lease, runner.overlaps());
         let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
         let news = Arc::<WorkerNews>::default();
@@ -192,7 +193,8 @@ impl Node {
         let role = N::shell(&node, handle.commands(), &ends)?;
         let store = tiers::open(&node, &backend)?;
         let (of_store, at_end) = (store.clone(), store.clone());
-        let tiers = store.map(|store| TiersShell::start(store, &node, handle.commands(), &news)).transpose()?;
+        let tiers =
+            store.map(|store| TiersShell::start(store, &node, handle.commands(), &news, by_layer)).transpose()?;
         let load_seconds = tiers.as_ref().map(TiersShell::load_seconds);
         let shells = Shells {
             role,

@@ -1,7 +1,8 @@
 //! The shell around the tiers below the pool (`baton_roles::tiers`): the worker's own store in host memory, on disk and in an object store, and the threads that copy
-//! blocks between it and the pool. Nobody uses a block before all of its prefix is there (I2).
+//! blocks between it and the pool. Nobody uses a block before all of its prefix is there; but a step may use a layer before the next ones are (I2).
 
 mod copier;
+mod loading;
 pub(crate) mod memory;
 mod pace;
 mod pins;
@@ -9,7 +10,7 @@ mod pins;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId, Time};
 use copier::Copier;
+use loading::Loading;
 use memory::Memory;
 use metrics::{counter, gauge, histogram};
 use pace::Paces;
@@ -56,8 +58,8 @@ pub(crate) struct TiersShell {
     pace: Arc<Paces>,
     loads: mpsc::Sender<Load>,
     saves: mpsc::Sender<Box<Move>>,
-    /// Loads under way; set: it is given up.
-    loading: HashMap<SeqId, Arc<AtomicBool>>,
+    /// Loads under way.
+    loading: HashMap<SeqId, Arc<Loading>>,
     /// Saves under way of what is to be kept.
     keeping: HashMap<SeqId, Prefix>,
     /// None: nothing is kept.
@@ -70,7 +72,7 @@ pub(crate) struct TiersShell {
 
 struct Load {
     what: Box<Move>,
-    given_up: Arc<AtomicBool>,
+    loading: Arc<Loading>,
     asked: Instant,
 }
 
@@ -167,21 +169,26 @@ pub(crate) fn numerics(config: &WorkerConfig, backend: &str) -> u64 {
 }
 
 impl TiersShell {
-    /// Starts the threads that copy. They end with the shell.
+    /// Starts the threads that copy. They end with the shell. `by_layer`: a step can begin before all of its prefix is copied.
     pub fn start<C: Send + 'static>(
         store: Arc<KvStore>,
         node: &Node,
         commands: Commands<C>,
         news: &Arc<WorkerNews>,
+        by_layer: bool,
     ) -> Result<TiersShell, WorkerError> {
         stored::follow(&store, news)?;
-        let ahead = (node.config.tiers.kv_host.0 / store.shape().stride() as u64 / 4).clamp(1, AHEAD as u64) as usize;
+        let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
+        let ahead = (slots / 4).clamp(1, AHEAD as u64) as usize;
+        // Others need host memory, too.
+        let together = if by_layer { slots as usize / 2 } else { 0 };
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
         // Each thread has a queue to the device of its own.
         let copier = || -> Result<Copier, WorkerError> {
             let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
-            Ok(Copier { store, memory: Memory::of(&node.pool)?, geometry, ahead, garbled: Arc::clone(&garbled) })
+            let (memory, garbled) = (Memory::of(&node.pool)?, Arc::clone(&garbled));
+            Ok(Copier { store, memory, geometry, ahead, together, garbled })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new(Paces::new());
@@ -190,9 +197,12 @@ impl TiersShell {
         let (paces, tell) = (Arc::clone(&pace), commands.clone());
         // If the engine is gone, there are no blocks to free.
         std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
-            for Load { what, given_up, asked } in to_load {
+            for Load { what, loading, asked } in to_load {
+                let streams = || drop(tell.post(engine_thread::Message::Tiers(Command::Streams(what.seq))));
                 // Whatever happens, the engine hears of it: it would never get the blocks back.
-                let lowest = catch_unwind(AssertUnwindSafe(|| loader.load(&what, &given_up, &paces))).unwrap_or(None);
+                let load = AssertUnwindSafe(|| loader.load(&what, &loading, &streams, &paces));
+                let lowest = catch_unwind(load).unwrap_or(None);
+                loading.end(lowest.is_some());
                 if let Some(tier) = lowest {
                     histogram!(names::TIER_LOAD_SECONDS, "tier" => tier.as_str()).record(asked.elapsed().as_secs_f64());
                 }
@@ -206,7 +216,6 @@ impl TiersShell {
             }
         })?;
         let block_bytes = store.shape().data_bytes();
-        let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
         // A quarter of the slots is left for what comes and goes.
         let most = (slots * u64::from(node.config.max_kept_percent) / 100).min(slots - slots / 4);
         let pins = (node.config.eviction.0 == Eviction::Priority).then(|| Pins::new(most as usize));
@@ -271,9 +280,9 @@ impl TiersShell {
             Effect::Offer(prefix) => return self.lacks(&prefix).map(|first| Command::Save(prefix, first)),
             Effect::Returns(prefix) => return self.sees_prefix(&prefix),
             Effect::Load(what) => {
-                let (seq, given_up) = (what.seq, Arc::new(AtomicBool::new(false)));
-                self.loading.insert(seq, Arc::clone(&given_up));
-                let load = Load { what, given_up, asked: Instant::now() };
+                let (seq, loading) = (what.seq, Arc::<Loading>::default());
+                self.loading.insert(seq, Arc::clone(&loading));
+                let load = Load { what, loading, asked: Instant::now() };
                 return self.loads.send(load).err().map(|_| Command::Loaded(seq, false));
             }
             Effect::Save(what) => {
@@ -285,11 +294,16 @@ impl TiersShell {
                 self.keeping.extend(kept.map(|kept| (seq, kept)));
             }
             Effect::Abort(seq) => {
-                self.loading.get(&seq).into_iter().for_each(|given_up| given_up.store(true, Ordering::Relaxed));
+                self.loading.get(&seq).into_iter().for_each(|loading| loading.give_up());
             }
             Effect::Loaded(tokens) => counter!(names::LOADED_TOKENS).increment(tokens.into()),
         }
         None
+    }
+
+    /// A load whose layers a step waits for.
+    pub fn loading(&self, seq: SeqId) -> Option<Arc<Loading>> {
+        self.loading.get(&seq).cloned()
     }
 
     /// A load has ended.

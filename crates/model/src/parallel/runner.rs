@@ -162,6 +162,10 @@ impl<B: Backend> ModelRunner for TensorParallel<B> {
         self.first.overlaps()
     }
 
+    fn reads_by_layer(&self) -> bool {
+        self.first.reads_by_layer()
+    }
+
     fn device(&self) -> Option<String> {
         self.first.device()
     }

@@ -54,6 +54,11 @@ impl Scene {
 
     /// Submits a new sequence, plans a step and launches it.
     fn launch_new(&mut self, max_tokens: u32) -> (Step, Result<(), RunError>) {
+        self.submit(max_tokens);
+        self.launch()
+    }
+
+    fn submit(&mut self, max_tokens: u32) {
         let new = NewSequence {
             request_id: RequestId("r".to_owned()),
             tokens: (0..20).collect(),
@@ -67,7 +72,6 @@ impl Scene {
             parked: false,
         };
         self.engine.submit(new).unwrap();
-        self.launch()
     }
 
     fn collect(&mut self, step: &Step) -> Result<(), RunError> {
@@ -163,4 +167,25 @@ fn a_device_that_cannot_be_waited_for_behind_a_failure_is_lost() {
         assert!(scene.runner.lost().is_some(), "also when it says no more of it");
         scene.fail(step, failed.unwrap_err());
     }
+}
+
+/// A row of several tokens reads a layer's K and V of earlier tokens after that layer was reported: they may come to be there meanwhile.
+#[test]
+fn a_layer_is_read_after_it_is_reported() {
+    let mut scene = Scene::new();
+    let new_tokens = |device: &Recorder<Nowhere>| {
+        let log = device.take_log();
+        log.iter().filter(|call| matches!(call, Recorded::Launch(kernel) if kernel.contains("attention"))).count()
+    };
+    assert!(scene.runner.reads_by_layer());
+    scene.submit(4);
+    let step = scene.engine.plan(Time(0), &mut scene.events).unwrap();
+    scene.device.take_log();
+    let (runner, device, mut read) = (&mut scene.runner, &scene.device, Vec::new());
+    let mut on_layer = |_| read.push(new_tokens(device));
+    scene.engine.with_batch(&step, |batch| runner.launch(batch, &mut on_layer)).unwrap();
+    read.push(new_tokens(device));
+    let layers = scene.runner.config().layers as usize;
+    assert_eq!(read, [vec![0], vec![1; layers]].concat());
+    scene.collect(&step).unwrap();
 }

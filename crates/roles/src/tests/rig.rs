@@ -34,6 +34,9 @@ pub(super) struct Rig<R: RoleCore> {
     pub refuse: Option<TransferError>,
     /// Why every step fails; `None`: it does not.
     pub fails: Option<RunError>,
+    /// The loads that launched steps did not wait for, and why such a launch fails.
+    pub behind: Vec<SeqId>,
+    pub damaged: Option<RunError>,
     /// Results of the steps so far.
     pub stepped: Vec<StepDone>,
 }
@@ -50,8 +53,9 @@ impl<R: RoleCore> Rig<R> {
         let layout = Arc::new(geometry.layout.clone());
         let core = WorkerCore::new(engine, make(layout.clone()), layout, LEASE, false);
         let (model, said, exchanged) = (FakeModel::new(geometry, VOCAB), Vec::new(), Vec::new());
-        let (tiered, stepped) = (Vec::new(), Vec::new());
-        Rig { core, model, said, exchanged, tiered, now: Time(0), writes: 0, refuse: None, fails: None, stepped }
+        let (tiered, behind, stepped) = (Vec::new(), Vec::new(), Vec::new());
+        let (now, writes, refuse, fails, damaged) = (Time(0), 0, None, None, None);
+        Rig { core, model, said, exchanged, tiered, now, writes, refuse, fails, behind, damaged, stepped }
     }
 
     /// Gives an input, and has the model compute what follows from it. Effects of the role are recorded and not
@@ -66,6 +70,9 @@ impl<R: RoleCore> Rig<R> {
                 Effect::Launch(launch) => {
                     let answer = self.launch(launch);
                     self.core.feed(answer, self.now);
+                }
+                Effect::Collect { failed: Some(error), .. } => {
+                    self.core.feed(Input::Collected { outcome: Err(error), lost: None }, self.now);
                 }
                 Effect::Collect { step, .. } => {
                     let (mut out, model) = (Vec::new(), &mut self.model);
@@ -82,7 +89,13 @@ impl<R: RoleCore> Rig<R> {
     }
 
     fn launch(&mut self, mut launch: StepLaunch) -> Input<R::Command> {
-        let Rig { core, model, writes, refuse, .. } = self;
+        let Rig { core, model, writes, refuse, behind, damaged, .. } = self;
+        if let Some(load) = launch.behind() {
+            behind.push(load);
+            if let Some(error) = damaged.take() {
+                return Input::Launched { launch, outcome: Err(error) };
+            }
+        }
         let mut on_layer = |layer| {
             launch.stored(layer, |write| {
                 *writes += write.pairs.len() as u32;

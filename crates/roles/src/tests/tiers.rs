@@ -1,6 +1,6 @@
 //! Blocks that move between the pool and the store: what is asked of the store's threads, and that no block is lost or reused too early.
 
-use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
+use baton_engine::{Exchange as Prefix, NewSequence, RunError, Start, Time};
 use baton_types::{RequestId, SamplingParams};
 
 use super::rig::{BLOCK, LEASE, Rig, VOCAB, engine, geometry, request};
@@ -69,6 +69,68 @@ fn a_prompt_waits_for_what_is_loaded() {
     finish(&mut rig);
     assert_eq!(cached(&rig), Some(2 * BLOCK));
     assert!(rig.core.engine().idle());
+}
+
+/// The prompt takes the loaded blocks over, and is computed while they are written.
+#[test]
+fn a_prompt_does_not_wait_for_a_load_that_streams() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 3) };
+    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+    rig.input(Input::Turn);
+    assert_eq!(give(&mut rig, Command::Streams(what.seq)), []);
+    rig.input(Input::Turn);
+    assert_eq!((rig.behind.as_slice(), rig.core.engine().steps()), (&[what.seq][..], 1));
+    assert_eq!(
+        (cached(&rig), rig.core.stores(what.seq)),
+        (Some(2 * BLOCK), true),
+        "the store's thread has not said that it is done"
+    );
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded(2 * BLOCK)]);
+    finish(&mut rig);
+    assert!(rig.core.engine().idle() && !rig.core.stores(what.seq));
+    assert_eq!(rig.behind.len(), 1);
+}
+
+/// I2: what was computed with damaged blocks is not used, and nobody finds them.
+#[test]
+fn a_step_that_did_not_wait_for_a_damaged_load_fails() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 3) };
+    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+    rig.input(Input::Turn);
+    give(&mut rig, Command::Streams(what.seq));
+    rig.damaged = Some(RunError("damaged".into()));
+    rig.input(Input::Turn);
+    let failed = |effect: &decode::Effect| matches!(effect, decode::Effect::Say(_, decode::Answer::Failed(..)));
+    assert!(rig.said.iter().any(failed), "{:?}", rig.said);
+    let left = std::mem::take(&mut rig.tiered);
+    assert!(left.iter().all(|effect| matches!(effect, Effect::Offer(left) if left.moves(BLOCK) == 0)), "{left:?}");
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, false)), []);
+    assert!(rig.core.engine().idle());
+    let (before, said) = (rig.core.engine().steps(), rig.said.len());
+    prompt(&mut rig);
+    finish(&mut rig);
+    rig.said.drain(..said);
+    assert_eq!((cached(&rig), rig.core.engine().steps() > before), (Some(0), true), "nothing of it is found");
+}
+
+/// A prefix that another worker is to be served must be found when its load has ended.
+#[test]
+fn a_load_that_is_served_next_is_waited_for() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    let target = Target { tokens: 2 * BLOCK, first: vec![0, 0] };
+    rig.input(Input::Exchange(exchange::Command::Serve { ticket: Ticket(8), prefix: prefix(), target }));
+    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 3) };
+    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+    give(&mut rig, Command::Streams(what.seq));
+    rig.input(Input::Turn);
+    assert!(rig.behind.is_empty());
+    give(&mut rig, Command::Loaded(what.seq, true));
+    assert!(!rig.exchanged.is_empty(), "it is served");
 }
 
 /// I2: what the store does not have after all is computed, and its blocks are free.

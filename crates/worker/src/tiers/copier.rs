@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
@@ -15,11 +15,14 @@ use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
+use super::loading::Loading;
 use super::memory::{Memory, Written, fill, read, verify};
 use super::pace::Paces;
 
 /// How long a block is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
+/// Bytes of a layer that a device is given at a time.
+const STAGED: usize = 1 << 20;
 
 /// Copies blocks between the pool's memory and the store. For one thread.
 pub(super) struct Copier {
@@ -28,6 +31,8 @@ pub(super) struct Copier {
     pub geometry: PoolGeometry,
     /// Blocks of one load that are asked for at a time: each needs a slot of host memory.
     pub ahead: usize,
+    /// Most blocks of a load that are copied layer by layer: all of them need a slot of host memory at a time.
+    pub together: usize,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
 }
@@ -42,49 +47,38 @@ impl Copier {
     }
 
     /// Copies blocks into the pool, and returns the lowest tier that any came from. `None`: not all of them are there, and none may be used.
-    pub fn load(&mut self, what: &Move, given_up: &AtomicBool, paces: &Paces) -> Option<Tier> {
+    /// Calls `streams` once all of them are in host memory, if they are copied layer by layer from then on.
+    pub fn load(&mut self, what: &Move, loading: &Loading, streams: &dyn Fn(), paces: &Paces) -> Option<Tier> {
         let (mut written, keys, begun) = (Vec::new(), self.keys(what), Instant::now());
-        let loads = AssertUnwindSafe(|| self.load_all(keys, given_up, paces, &mut written));
+        let keys: Vec<_> = keys.into_iter().filter(|(key, _)| key.groups != 0).collect();
+        let (bytes, by_layer) = (keys.len() * self.store.shape().data_bytes(), keys.len() <= self.together);
+        let loads = AssertUnwindSafe(|| match by_layer {
+            true => self.load_layers(keys, loading, streams, paces),
+            false => self.load_blocks(keys, loading, paces, &mut written),
+        });
         // Also after a panic nothing may be on its way to the blocks.
         let lowest = catch_unwind(loads).unwrap_or(None);
-        let Memory::Device(device) = &mut self.memory else { return lowest };
-        let there = device.queue().and_then(|queue| {
-            queue.settle()?;
-            if lowest.is_some() { verify(queue, &mut written) } else { Ok(None) }
-        });
-        match there {
-            Ok(None) => {
-                // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
-                let bytes = written.iter().map(|written| written.bytes).sum();
-                lowest.inspect(|lowest| paces.follow(*lowest, begun.elapsed(), bytes))
+        let there = self.settle(lowest.is_some(), &mut written);
+        // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
+        let whole = by_layer || matches!(self.memory, Memory::Device(_));
+        lowest.filter(|_| there).inspect(|lowest| {
+            if whole {
+                paces.follow(*lowest, begun.elapsed(), bytes);
             }
-            Ok(Some(name)) => {
-                tracing::warn!(
-                    name = format!("{:032x}", name.0),
-                    "a block is not in the device's memory as it was stored; it is computed instead"
-                );
-                self.garbled.fetch_add(1, Ordering::Relaxed);
-                None
-            }
-            Err(error) => {
-                self.memory.give_up();
-                cannot(&error);
-                None
-            }
-        }
+        })
     }
 
-    fn load_all(
+    /// Has blocks in host memory, in their order, and gives each to `each`, with the time since when it was waited for. Returns the lowest tier that
+    /// any came from. `None`: not all of them are there, or `each` says no.
+    fn gather(
         &mut self,
         keys: Vec<(BlockKey, Vec<BlockId>)>,
-        given_up: &AtomicBool,
+        loading: &Loading,
         paces: &Paces,
-        written: &mut Vec<Written>,
+        mut each: impl FnMut(&mut Self, Reading, Vec<BlockId>, Instant) -> bool,
     ) -> Option<Tier> {
-        let mut lowest = Tier::Host;
-        let mut keys = keys.into_iter().filter(|(key, _)| key.groups != 0);
+        let (mut lowest, mut keys) = (Tier::Host, keys.into_iter());
         let mut asked: VecDeque<(BlockName, Got, Vec<BlockId>)> = VecDeque::new();
-        let bytes = self.store.shape().data_bytes();
         loop {
             while asked.len() < self.ahead
                 && let Some((key, blocks)) = keys.next()
@@ -96,76 +90,157 @@ impl Copier {
             let reading = match got {
                 Got::Ready(reading) => Some(reading),
                 Got::Missed(_) => None,
-                Got::Pending(pending) => wait_for(pending, given_up),
+                Got::Pending(pending) => wait_for(pending, loading),
             };
-            let Some(reading) = reading.filter(|_| !given_up.load(Ordering::Relaxed)) else {
+            let Some(reading) = reading.filter(|_| !loading.is_given_up()) else {
                 // Of what did not come in time is known that it is as slow as this.
-                let late = self.store.held(&[name]).into_iter().filter(|_| given_up.load(Ordering::Relaxed));
+                let (late, bytes) = (self.store.held(&[name]), self.store.shape().data_bytes());
+                let late = late.into_iter().filter(|_| loading.is_given_up());
                 late.for_each(|tier| paces.waited(tier, begun.elapsed(), bytes));
                 return None;
             };
-            let tier = reading.tier();
-            lowest = lowest.max(tier);
-            if !self.copy_in(reading, &blocks, written) {
+            lowest = lowest.max(reading.tier());
+            if !each(self, reading, blocks, begun) {
                 return None;
-            }
-            if matches!(self.memory, Memory::Host(_)) {
-                paces.follow(tier, begun.elapsed(), bytes);
             }
         }
     }
 
-    /// Copies a block into the pool, or on its way there. False: it is damaged, or the device does not take it.
-    fn copy_in(&mut self, mut reading: Reading, blocks: &[BlockId], written: &mut Vec<Written>) -> bool {
-        let geometry = &self.geometry;
-        let target = |part: &Part| {
-            // Of a block that a window has passed by now, the store may have more than is wanted.
-            let block = Some(blocks[part.group]).filter(|block| !is_hole(*block))?;
-            Some(geometry.block_range(part.group, part.layer, block))
-        };
-        let copied = match &mut self.memory {
-            Memory::Host(segment) => reading.copy_to(|part| {
-                let range = target(part)?;
-                assert!(range.end <= segment.len(), "a block outside the pool");
-                // SAFETY: the range lies in the segment, the block is lent to this load alone until it says that it is over (I3), and parts do
-                // not overlap.
-                Some(unsafe { std::slice::from_raw_parts_mut(segment.as_ptr().add(range.start), range.len()) })
-            }),
-            Memory::Device(device) => {
-                let queue = match device.queue() {
-                    Ok(queue) => queue,
-                    Err(error) => return cannot(&error),
-                };
-                let name = reading.block().key.name;
-                let parts: Vec<Part> = self.store.shape().parts(reading.block().key.groups).collect();
-                let wanted = parts.iter().zip(reading.block().digests.iter());
-                let wanted = wanted.filter_map(|(part, digest)| Some((part, *digest, target(part)?)));
-                let (mut ranges, mut bytes) = (Vec::new(), 0);
-                for (part, digest, range) in wanted {
-                    bytes += range.len();
-                    ranges.push((range.start, range.len()));
-                    let (bytes, offset, lane) = (range.len(), range.start, part.first_lane);
-                    written.push(Written { name, bytes, offset, lane, digest });
-                }
-                let mut staged = match queue.stage(bytes) {
-                    Ok(staged) => &mut staged[..bytes],
-                    Err(error) => return cannot(&error),
-                };
-                let copied = reading.copy_to(|part| {
-                    let bytes = target(part)?.len();
-                    let (own, rest) = std::mem::take(&mut staged).split_at_mut(bytes);
-                    staged = rest;
-                    Some(own)
-                });
-                if copied.is_ok()
-                    && let Err(error) = queue.write(&ranges)
-                {
-                    return cannot(&error);
-                }
-                copied
+    /// Copies each block as soon as it is in host memory.
+    fn load_blocks(
+        &mut self,
+        keys: Vec<(BlockKey, Vec<BlockId>)>,
+        loading: &Loading,
+        paces: &Paces,
+        written: &mut Vec<Written>,
+    ) -> Option<Tier> {
+        let bytes = self.store.shape().data_bytes();
+        self.gather(keys, loading, paces, |copier, reading, blocks, begun| {
+            let tier = reading.tier();
+            let copied = copier.copy_in(&mut [(reading, blocks)], None, written);
+            if copied && matches!(copier.memory, Memory::Host(_)) {
+                paces.follow(tier, begun.elapsed(), bytes);
             }
+            copied
+        })
+    }
+
+    /// Has all blocks in host memory, and copies one layer of all of them after the other, each verified before the next.
+    fn load_layers(
+        &mut self,
+        keys: Vec<(BlockKey, Vec<BlockId>)>,
+        loading: &Loading,
+        streams: &dyn Fn(),
+        paces: &Paces,
+    ) -> Option<Tier> {
+        let (mut all, mut written) = (Vec::with_capacity(keys.len()), Vec::new());
+        let lowest = self.gather(keys, loading, paces, |_, reading, blocks, _| {
+            all.push((reading, blocks));
+            true
+        })?;
+        streams();
+        for layer in 0..self.geometry.layout.layers() as u32 {
+            let at = self.geometry.layout.locate(layer)?;
+            for some in all.chunks_mut((STAGED / self.geometry.layout.block_bytes(at.0)).max(1)) {
+                if loading.is_given_up() || !self.copy_in(some, Some(at), &mut written) {
+                    return None;
+                }
+            }
+            if !self.settle(true, &mut written) {
+                return None;
+            }
+            written.clear();
+            loading.reach(layer + 1);
+        }
+        Some(lowest)
+    }
+
+    /// Waits until nothing is on its way to the blocks, and verifies what was written to a device, if it is to be used.
+    fn settle(&mut self, used: bool, written: &mut [Written]) -> bool {
+        let Memory::Device(device) = &mut self.memory else { return true };
+        let there = device.queue().and_then(|queue| {
+            queue.settle()?;
+            if used { verify(queue, written) } else { Ok(None) }
+        });
+        match there {
+            Ok(None) => true,
+            Ok(Some(name)) => {
+                tracing::warn!(
+                    name = format!("{:032x}", name.0),
+                    "a block is not in the device's memory as it was stored; it is computed instead"
+                );
+                self.garbled.fetch_add(1, Ordering::Relaxed);
+                false
+            }
+            Err(error) => {
+                self.memory.give_up();
+                cannot(&error)
+            }
+        }
+    }
+
+    /// Copies blocks into the pool, or on their way there; of one layer, given by its group and its place there, or of all. False: one is damaged, or
+    /// the device does not take them.
+    fn copy_in(
+        &mut self,
+        all: &mut [(Reading, Vec<BlockId>)],
+        layer: Option<(usize, usize)>,
+        written: &mut Vec<Written>,
+    ) -> bool {
+        let geometry = &self.geometry;
+        let target = |part: &Part, blocks: &[BlockId]| {
+            // Of a block that a window has passed by now, the store may have more than is wanted.
+            let wanted = !is_hole(blocks[part.group]) && layer.is_none_or(|at| at == (part.group, part.layer));
+            wanted.then(|| geometry.block_range(part.group, part.layer, blocks[part.group]))
         };
-        copied.map_err(|error| tracing::warn!(%error, "a stored block is damaged; it is computed instead")).is_ok()
+        let damaged = |error| tracing::warn!(%error, "a stored block is damaged; it is computed instead");
+        let device = match &mut self.memory {
+            Memory::Host(segment) => {
+                return all.iter_mut().all(|(reading, blocks)| {
+                    let copied = reading.copy_to(|part| {
+                        let range = target(part, blocks)?;
+                        assert!(range.end <= segment.len(), "a block outside the pool");
+                        // SAFETY: the range lies in the segment, the block is lent to this load alone until it says that it is over (I3), or this
+                        // layer of it until it says that it is loaded; and parts do not overlap.
+                        Some(unsafe { std::slice::from_raw_parts_mut(segment.as_ptr().add(range.start), range.len()) })
+                    });
+                    copied.map_err(damaged).is_ok()
+                });
+            }
+            Memory::Device(device) => device,
+        };
+        let mut ranges = Vec::new();
+        for (reading, blocks) in all.iter() {
+            let block = reading.block();
+            let parts = self.store.shape().parts(block.key.groups);
+            for (part, digest) in parts.zip(block.digests.iter()) {
+                let Some(range) = target(&part, blocks) else { continue };
+                ranges.push((range.start, range.len()));
+                let (name, bytes, offset, lane) = (block.key.name, range.len(), range.start, part.first_lane);
+                written.push(Written { name, bytes, offset, lane, digest: *digest });
+            }
+        }
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum();
+        let queue = match device.queue() {
+            Ok(queue) => queue,
+            Err(error) => return cannot(&error),
+        };
+        let mut staged = match queue.stage(bytes) {
+            Ok(staged) => &mut staged[..bytes],
+            Err(error) => return cannot(&error),
+        };
+        for (reading, blocks) in all {
+            let copied = reading.copy_to(|part| {
+                let bytes = target(part, blocks)?.len();
+                let (own, rest) = std::mem::take(&mut staged).split_at_mut(bytes);
+                staged = rest;
+                Some(own)
+            });
+            if copied.map_err(damaged).is_err() {
+                return false;
+            }
+        }
+        queue.write(&ranges).map_or_else(|error| cannot(&error), |()| true)
     }
 
     /// Copies blocks out of the pool, as far as the store takes them.
@@ -235,11 +310,11 @@ fn cannot(error: &DeviceError) -> bool {
 }
 
 /// Waits for the disk, or for the object store. `None`: the block cannot be had, or the load was given up.
-fn wait_for(mut pending: Pending, given_up: &AtomicBool) -> Option<Reading> {
+fn wait_for(mut pending: Pending, loading: &Loading) -> Option<Reading> {
     loop {
         match pending.wait(LOOKS) {
             Some(read) => return read.ok(),
-            None if given_up.load(Ordering::Relaxed) => return None,
+            None if loading.is_given_up() => return None,
             None => {}
         }
     }

@@ -23,6 +23,20 @@ fn on_device(first: u8, store: &Arc<KvStore>) -> Pair {
     pair(first, store, |segment| Pool::Device(memory_over(segment)))
 }
 
+/// The same with blocks that are copied layer by layer.
+fn by_layer(first: u8, store: &Arc<KvStore>) -> Pair {
+    layered(copier(first, store))
+}
+
+fn on_device_by_layer(first: u8, store: &Arc<KvStore>) -> Pair {
+    layered(on_device(first, store))
+}
+
+fn layered(mut pair: Pair) -> Pair {
+    pair.copier.together = 8;
+    pair
+}
+
 /// What copies, and the memory that it copies from and to.
 struct Pair {
     copier: Copier,
@@ -35,8 +49,8 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     let bytes: Vec<u8> = (0..geometry.bytes()).map(|at| first.wrapping_add((at / 3) as u8)).collect();
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
-    let memory = Memory::of(&pool(&segment)).unwrap();
-    Pair { copier: Copier { store: Arc::clone(store), memory, geometry, ahead: 2, garbled: Arc::default() }, segment }
+    let (memory, store) = (Memory::of(&pool(&segment)).unwrap(), Arc::clone(store));
+    Pair { copier: Copier { store, memory, geometry, ahead: 2, together: 0, garbled: Arc::default() }, segment }
 }
 
 fn store() -> Arc<KvStore> {
@@ -52,8 +66,8 @@ fn what(blocks: [[BlockId; 2]; 2]) -> Move {
 }
 
 fn load(to: &mut Pair, what: &Move) -> bool {
-    let paces = Paces::new();
-    to.copier.load(what, &AtomicBool::new(false), &paces).is_some()
+    let (paces, loading) = (Paces::new(), Loading::default());
+    to.copier.load(what, &loading, &|| (), &paces).is_some()
 }
 
 /// The bytes of a block in all layers of its group.
@@ -68,9 +82,13 @@ fn bytes(of: &Pair, group: usize, block: BlockId) -> Vec<u8> {
 /// Between host memory and devices, whose reads and writes are done as late as is allowed.
 #[test]
 fn what_is_saved_from_one_pool_is_loaded_into_another() {
-    for (source, target) in
-        [(copier as fn(_, &_) -> _, copier as fn(_, &_) -> _), (on_device, on_device), (copier, on_device)]
-    {
+    for (source, target) in [
+        (copier as fn(_, &_) -> _, copier as fn(_, &_) -> _),
+        (on_device, on_device),
+        (copier, on_device),
+        (copier, by_layer),
+        (on_device, on_device_by_layer),
+    ] {
         let store = store();
         let (mut from, mut to) = (source(1, &store), target(99, &store));
         // The second group's window has passed the first block.
@@ -92,7 +110,7 @@ fn what_is_saved_from_one_pool_is_loaded_into_another() {
 /// A block was saved when its window still saw it, and is loaded when it sees it no more.
 #[test]
 fn what_the_store_has_and_nobody_wants_stays_there() {
-    for target in [copier as fn(_, &_) -> _, on_device] {
+    for target in [copier as fn(_, &_) -> _, on_device, by_layer, on_device_by_layer] {
         let store = store();
         let (mut from, mut to) = (copier(1, &store), target(99, &store));
         from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
@@ -123,6 +141,37 @@ fn what_was_on_its_way_to_a_device_has_arrived_when_a_load_fails() {
     assert!(load(&mut to, &what([[HOLE, HOLE], [HOLE, HOLE]])), "the queue goes on");
 }
 
+/// I2: a step that waits for a layer gets it only when it is there and as it was stored; after a damaged one it gets none.
+#[test]
+fn layers_are_told_of_in_order_and_once_they_are_verified() {
+    for target in [by_layer as fn(_, &_) -> _, on_device_by_layer] {
+        let (store, blocks) = (store(), what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+        let (source, mut to) = (copier(1, &store), target(99, &store));
+        for (at, (key, _)) in source.copier.keys(&blocks).into_iter().enumerate() {
+            let mut filling = store.put(key.clone()).unwrap();
+            filling.data().fill(7);
+            let digests = store.shape().digests(key.groups, filling.data());
+            // Of the second block a byte of the last layer is another one.
+            let damaged = store.shape().parts(key.groups).nth(1).unwrap().range;
+            filling.data()[damaged.start] ^= at as u8;
+            filling.done(digests);
+        }
+        let (loading, streamed) = (Loading::default(), std::cell::Cell::new(0));
+        let wanted = what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]]);
+        let streams = || streamed.set(streamed.get() + 1);
+        assert_eq!(to.copier.load(&wanted, &loading, &streams, &Paces::new()), None);
+        assert_eq!((tiny_layout(4).layers(), streamed.get(), loading.layers()), (3, 1, 2), "all before it");
+        assert!(bytes(&to, 1, BlockId(4)).iter().all(|byte| *byte == 7));
+        let first = bytes(&to, 0, BlockId(2));
+        assert!(first[..first.len() / 2].iter().all(|byte| *byte == 7));
+        // Given up before the first: nothing is begun.
+        let given_up = Loading::default();
+        given_up.give_up();
+        assert_eq!(to.copier.load(&wanted, &given_up, &streams, &Paces::new()), None);
+        assert_eq!((streamed.get(), given_up.layers()), (1, 0));
+    }
+}
+
 /// I2: what came to be in a device's memory is looked at there.
 #[test]
 fn a_device_that_garbles_what_it_takes_is_noticed() {
@@ -130,11 +179,13 @@ fn a_device_that_garbles_what_it_takes_is_noticed() {
     let mut from = copier(1, &store);
     from.copier.save(&what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
     let wanted = what([[BlockId(6), BlockId(2)], [BlockId(1), BlockId(4)]]);
-    let mut to = on_device(99, &store);
-    let Memory::Device(device) = &mut to.copier.memory else { panic!("a device") };
-    device.queue = device.queue.take().map(|queue| Box::new(Odd { queue, beside: 1, reads: 99 }) as _);
-    assert!(!load(&mut to, &wanted));
-    assert_eq!(to.copier.garbled.load(Ordering::Relaxed), 1);
+    for device in [on_device as fn(_, &_) -> _, on_device_by_layer] {
+        let mut to = device(99, &store);
+        let Memory::Device(device) = &mut to.copier.memory else { panic!("a device") };
+        device.queue = device.queue.take().map(|queue| Box::new(Odd { queue, beside: 1, reads: 99 }) as _);
+        assert!(!load(&mut to, &wanted));
+        assert_eq!(to.copier.garbled.load(Ordering::Relaxed), 1);
+    }
     let broken = |_: &_| Pool::Device(Arc::new(Broken { bytes: 1 << 20 }));
     let mut broken = pair(99, &store, broken);
     assert!(!load(&mut broken, &wanted), "nothing can be written");
@@ -254,8 +305,9 @@ fn a_load_that_is_given_up_ends() {
     let mut own = copier(1, &store);
     let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     own.copier.save(&blocks);
-    let paces = Paces::new();
-    assert_eq!(own.copier.load(&blocks, &AtomicBool::new(true), &paces), None);
+    let (paces, loading) = (Paces::new(), Loading::default());
+    loading.give_up();
+    assert_eq!(own.copier.load(&blocks, &loading, &|| (), &paces), None);
     assert!(load(&mut own, &blocks));
 }
 
@@ -320,7 +372,7 @@ fn the_pace_of_a_device_is_that_of_the_tier() {
     let all = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
     from.copier.save(&all);
     let paces = Paces::from(1e9);
-    assert_eq!(to.copier.load(&all, &AtomicBool::new(false), &paces), Some(Tier::Host));
+    assert_eq!(to.copier.load(&all, &Loading::default(), &|| (), &paces), Some(Tier::Host));
     let now = Tier::ALL.map(|tier| paces.of(tier));
     assert!(now[0] < 0.9e9 && now[1] > 0.9e9 && now[2] > 0.9e9, "{now:?}");
 }
@@ -350,13 +402,13 @@ fn a_load_that_is_given_up_says_how_slow_the_tier_is_at_least() {
         std::fs::remove_file(&path).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
     }
-    let (mut to, paces, given_up) = (copier(9, &store), Paces::new(), AtomicBool::new(false));
+    let (mut to, paces, loading) = (copier(9, &store), Paces::new(), Loading::default());
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(300));
-            given_up.store(true, Ordering::Relaxed);
+            loading.give_up();
         });
-        assert_eq!(to.copier.load(&blocks, &given_up, &paces), None);
+        assert_eq!(to.copier.load(&blocks, &loading, &|| (), &paces), None);
     });
     let least = 0.2 * 3e8 / shape.data_bytes() as f64;
     assert!(paces.of(Tier::Object) > least, "{} of {least}", paces.of(Tier::Object));
