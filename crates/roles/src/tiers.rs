@@ -73,8 +73,8 @@ pub enum Effect {
     Save(Box<Move>),
     /// A load is of no use any more: end it soon.
     Abort(SeqId),
-    /// For metrics: a prefix was loaded; so many tokens of it were not in the pool.
-    Loaded(u32),
+    /// For metrics: a prefix was loaded; so many tokens of it were not in the pool. `streamed`: the prompt did not wait for the last of it.
+    Loaded { tokens: u32, streamed: bool },
 }
 
 #[derive(Debug)]
@@ -170,11 +170,13 @@ impl Tiers {
     fn loaded(&mut self, engine: &mut Engine, seq: SeqId, whole: bool, out: &mut Vec<Effect>) {
         let here = match self.open.remove(&seq) {
             Some(Part::Load(_, here)) => here,
-            Some(Part::Joined(tokens)) => return out.extend(whole.then_some(Effect::Loaded(tokens))),
+            Some(Part::Joined(tokens)) => {
+                return out.extend(whole.then_some(Effect::Loaded { tokens, streamed: true }));
+            }
             _ => return clear(engine, seq),
         };
         match if whole { engine.fetched(seq).ok() } else { None } {
-            Some(tokens) => out.push(Effect::Loaded(tokens - here)),
+            Some(tokens) => out.push(Effect::Loaded { tokens: tokens - here, streamed: false }),
             // The store's thread is done with the blocks.
             None => drop(engine.abort(seq, false)),
         }

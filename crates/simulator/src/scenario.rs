@@ -57,7 +57,7 @@ const MILESTONES: [&str; 17] = [
     "outlived",
     "found",
     "found-again",
-    "joined",
+    "streamed",
 ];
 
 /// The process that a rule acts on.

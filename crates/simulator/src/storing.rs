@@ -117,7 +117,7 @@ impl World {
             }
             Effect::Save(what) => kept.begin(what, false),
             Effect::Abort(seq) => kept.give_up(seq),
-            Effect::Loaded(tokens) => self.summary.stored_tokens += u64::from(tokens),
+            Effect::Loaded { tokens, .. } => self.summary.stored_tokens += u64::from(tokens),
         }
         self.wake_store::<H>(place);
         Ok(None)
@@ -140,7 +140,7 @@ impl World {
 
     /// A step waits for the layers of a load, which goes on until it is over. Whether all was loaded.
     pub(crate) fn finish_load<H: Host>(&mut self, place: Place, load: SeqId) -> Result<bool, Violation> {
-        self.milestone("joined", H::process(place));
+        self.milestone("streamed", H::process(place));
         for _ in 0..MOST_TURNS {
             let Some(done) = self.store_goes_on::<H>(place)? else { continue };
             let ended = match &done {

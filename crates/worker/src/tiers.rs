@@ -296,7 +296,10 @@ impl TiersShell {
             Effect::Abort(seq) => {
                 self.loading.get(&seq).into_iter().for_each(|loading| loading.give_up());
             }
-            Effect::Loaded(tokens) => counter!(names::LOADED_TOKENS).increment(tokens.into()),
+            Effect::Loaded { tokens, streamed } => {
+                counter!(names::LOADED_TOKENS).increment(tokens.into());
+                counter!(names::STREAMED_TOKENS).increment(if streamed { tokens.into() } else { 0 });
+            }
         }
         None
     }

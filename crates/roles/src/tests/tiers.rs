@@ -65,7 +65,10 @@ fn a_prompt_waits_for_what_is_loaded() {
     rig.input(Input::Turn);
     assert_eq!(rig.core.engine().steps(), 0);
     assert_eq!(load(&mut rig), None, "it is on its way");
-    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded(2 * BLOCK)]);
+    assert_eq!(
+        give(&mut rig, Command::Loaded(what.seq, true)),
+        [Effect::Loaded { tokens: 2 * BLOCK, streamed: false }]
+    );
     finish(&mut rig);
     assert_eq!(cached(&rig), Some(2 * BLOCK));
     assert!(rig.core.engine().idle());
@@ -87,7 +90,7 @@ fn a_prompt_does_not_wait_for_a_load_that_streams() {
         (Some(2 * BLOCK), true),
         "the store's thread has not said that it is done"
     );
-    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded(2 * BLOCK)]);
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded { tokens: 2 * BLOCK, streamed: true }]);
     finish(&mut rig);
     assert!(rig.core.engine().idle() && !rig.core.stores(what.seq));
     assert_eq!(rig.behind.len(), 1);
