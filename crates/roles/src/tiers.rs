@@ -73,8 +73,13 @@ pub enum Effect {
     Save(Box<Move>),
     /// A load is of no use any more: end it soon.
     Abort(SeqId),
-    /// For metrics: a prefix was loaded; so many tokens of it were not in the pool. `streamed`: the prompt did not wait for the last of it.
-    Loaded { tokens: u32, streamed: bool },
+    /// For metrics: a prefix was loaded.
+    Loaded {
+        /// Tokens of it that were not in the pool.
+        tokens: u32,
+        /// Its prompt did not wait for the last of it.
+        streamed: bool,
+    },
 }
 
 #[derive(Debug)]
