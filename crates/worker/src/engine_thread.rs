@@ -14,6 +14,7 @@ use metrics::{counter, histogram};
 use tokio::sync::{oneshot, watch};
 
 use crate::achieved::Achieved;
+use crate::behind::launch_behind;
 use crate::columns::{Columns, Look};
 use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
@@ -338,26 +339,9 @@ impl<S: Shell> Thread<S> {
         let Thread { core, runner, shell, tiers, watchdog, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
         let loading = launch.behind().and_then(|load| tiers.as_ref()?.loading(load));
-        let mut right = true;
-        let mut on_layer = |layer| {
-            right = right && loading.as_ref().is_none_or(|loading| loading.wait_for(layer));
-            // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it. What was computed with a damaged layer is
-            // not written (I2).
-            if right {
-                watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
-            }
-        };
-        let mut run = |batch: &Batch<'_>| {
-            let launched = runner.launch(batch, &mut on_layer);
-            // I3: whatever the runner says, nothing writes to the step's blocks once it is over.
-            let whole = loading.as_ref().is_none_or(|loading| loading.wait());
-            if launched.is_ok() && !whole {
-                // It is the only step in flight.
-                let _ = runner.collect(batch, &mut Vec::new());
-                return Err(RunError("the KV of its prefix was damaged".to_owned()));
-            }
-            launched
-        };
+        // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it.
+        let mut stored = |layer| watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
+        let mut run = |batch: &Batch<'_>| launch_behind(&mut **runner, batch, loading.as_deref(), &mut stored);
         let launched = core.with_batch(step, |batch| watchdog.during(call, || run(batch)));
         let outcome = launched.unwrap_or_else(|| Err(unplanned(step)));
         Input::Launched { launch, outcome }

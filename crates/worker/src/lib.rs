@@ -22,6 +22,7 @@
 
 mod achieved;
 mod backend;
+mod behind;
 mod budget;
 mod choices;
 mod columns;

@@ -22,7 +22,7 @@ use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
 use baton_types::{KvLayout, RequestId, SeqId, Time};
 use copier::Copier;
-use loading::Loading;
+pub(crate) use loading::Loading;
 use memory::Memory;
 use metrics::{counter, gauge, histogram};
 use pace::Paces;
