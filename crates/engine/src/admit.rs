@@ -56,8 +56,8 @@ pub(crate) struct Seating {
 }
 
 impl Engine {
-    /// Starts waiting sequences in order while there is a place and room for all their tokens.
-    pub(crate) fn admit(&mut self, events: &mut Vec<Event>) {
+    /// Starts waiting sequences in order while there is a place and room for all their tokens. Returns the first one that found no room.
+    pub(crate) fn admit(&mut self, events: &mut Vec<Event>) -> Option<Turn> {
         let mut next = self.waiting.first().copied();
         while let Some(turn) = next
             && self.running() + self.receiving() < self.config.max_running
@@ -66,9 +66,10 @@ impl Engine {
             match self.start(turn.seq, events) {
                 Outcome::Started { aged: true } => next = self.waiting.first().copied(),
                 Outcome::Started { aged: false } | Outcome::Later => {}
-                Outcome::Full => return,
+                Outcome::Full => return Some(turn),
             }
         }
+        None
     }
 
     /// Says of parked sequences that their turn is near: that little is left to compute before them, of sequences with an earlier turn. One that

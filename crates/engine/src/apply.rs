@@ -91,12 +91,14 @@ impl Engine {
     fn apply_row(&mut self, row: &StepRow, scored: Vec<TokenOut>, token: Option<TokenOut>, events: &mut Vec<Event>) {
         let seq = row.seq;
         let decode = u64::from(row.samples && row.len == 1);
+        if let Some(sequence) = self.sequences.get_mut(&seq) {
+            sequence.unverified = false;
+        }
         let Some(sequence) = self.landed(row) else {
             self.decoded_wasted += decode;
             return;
         };
         sequence.computed += row.len;
-        sequence.unverified = false;
         if !scored.is_empty() {
             sequence.scored = row.scores.0 + row.scores.1;
             events.push(Event::Scored { seq, tokens: scored });

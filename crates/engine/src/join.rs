@@ -22,17 +22,28 @@ impl Engine {
         self.streams = Some(fetch);
     }
 
-    /// Starts the first prompt that waits for all of the fetch that streams, and adds its row. Called when there is nothing else to compute. Returns the fetch.
-    pub(crate) fn join(&mut self, rows: &mut Vec<StepRow>) -> Option<SeqId> {
+    /// A fetch is to be waited for to its end after all, if it has not been taken over.
+    pub fn streams_no_more(&mut self, fetch: SeqId) {
+        self.streams = self.streams.filter(|streams| *streams != fetch);
+    }
+
+    /// Starts the first prompt that waits for all of the fetch that streams, and adds its row. Called when there is nothing else to compute. `full`: the
+    /// first one that found no room; those behind it do not start. Returns the fetch.
+    pub(crate) fn join(&mut self, full: Option<Turn>, rows: &mut Vec<StepRow>) -> Option<SeqId> {
         let fetch = self.streams.filter(|_| self.in_flight == 0 && self.running.is_empty())?;
+        if self.config.chunk.min(self.config.token_budget) < LEAST {
+            return None;
+        }
         let Some(Sequence { phase: Phase::Receiving(lent), exchange: true, .. }) = self.sequences.get(&fetch) else {
             // It has ended.
             self.streams = None;
             return None;
         };
         let moves = lent.as_slice().iter().map(|table| table.tokens()).max().unwrap_or(0);
-        let seq = self.waiting.iter().find(|turn| self.joins(turn, fetch, moves))?.seq;
-        let (start, len) = self.sequences.get(&seq).map(|s| (s.start, s.len()))?;
+        let mut waiting = self.waiting.iter().take_while(|turn| full.is_none_or(|full| **turn < full));
+        let seq = waiting.find(|turn| self.joins(turn, fetch, moves))?.seq;
+        let (start, len, prefix) =
+            self.sequences.get(&seq).map(|s| (s.start, s.len(), s.prefix.unwrap_or_default()))?;
         let need = self.need(start, len);
         if !self.pools.fits_behind(lent, need) {
             return None;
@@ -41,7 +52,8 @@ impl Engine {
         let gone = self.sequences.remove(&fetch)?;
         self.receiving.remove(&gone.turn);
         let Phase::Receiving(lent) = gone.phase else { return None };
-        let tables = self.pools.take_over(lent, need).map_err(|error| self.defect.get_or_insert(error).clone()).ok()?;
+        let tables =
+            self.pools.take_over(lent, prefix, need).map_err(|error| self.defect.get_or_insert(error).clone()).ok()?;
         let first = self.found(seq, moves);
         self.leave_queue(seq, Phase::Running(tables));
         if first {
@@ -50,7 +62,7 @@ impl Engine {
         let sequence = self.sequences.get_mut(&seq)?;
         (sequence.computed, sequence.unverified) = (moves, true);
         let sequence = self.sequences.get(&seq)?;
-        let len = sequence.lacks().min(self.chunk_of(sequence)).min(self.config.token_budget);
+        let len = sequence.lacks().min(self.chunk_of(sequence).max(LEAST)).min(self.config.token_budget);
         self.push_row(seq, len, rows);
         Some(fetch)
     }

@@ -88,9 +88,9 @@ impl Engine {
         let mut rows = self.spare_steps.pop().unwrap_or_default();
         rows.clear();
         self.plan_decodes(&mut rows);
-        self.admit(events);
+        let full = self.admit(events);
         self.plan_chunks(&mut rows);
-        let behind = if rows.is_empty() { self.join(&mut rows) } else { None };
+        let behind = if rows.is_empty() { self.join(full, &mut rows) } else { None };
         if rows.is_empty() {
             debug_assert_eq!(self.check(), Ok(()), "I6");
             if self.in_flight == 0 {

@@ -4,7 +4,8 @@
 mod rig;
 
 use baton_engine::{
-    EngineConfig, EngineError, Event, Exchange, HOLE, NewSequence, Order, Prefix, RunError, SequenceError, Start, Time,
+    CacheConfig, EngineConfig, EngineError, Event, Eviction, Exchange, HOLE, NewSequence, Order, Prefix, RunError,
+    SequenceError, Start, Time,
 };
 use baton_types::{PoolGeometry, RequestId, SeqId};
 use rig::{LIMITS, Rig, layout, request};
@@ -157,6 +158,58 @@ fn a_step_behind_a_fetch_can_fail_and_its_sequence_can_be_aborted() {
     to.engine.fail(step, RunError("damaged".into()), &mut to.events);
     assert!(to.engine.idle());
     assert_eq!(to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>()), 0);
+}
+
+/// What was written and verified is found, also if the request is gone.
+#[test]
+fn a_prefix_is_found_though_the_prompt_behind_it_was_aborted() {
+    let mut from = holder(30);
+    let serves = from.engine.serve(exchange(30)).unwrap();
+    let (mut to, _, prompts) = streaming(1);
+    let step = to.plan().unwrap();
+    write_from(0, &from, serves, &mut to, prompts[0]);
+    to.engine.abort(prompts[0], false).unwrap();
+    let mut out = to.compute(&step);
+    to.engine.apply(step, &mut out, &mut to.events);
+    assert_eq!(to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>()), 28);
+    assert!(to.engine.idle(), "I6");
+}
+
+/// Also if it takes the blocks over from a fetch for others, who did not ask for that, or did.
+#[test]
+fn what_a_prompt_asks_to_be_kept_is_kept() {
+    for (asks, fetch_asks) in [(1, 0), (0, 1)] {
+        let cache = CacheConfig { eviction: Eviction::Priority, ..LIMITS.cache };
+        let mut to = Rig::new(EngineConfig { cache, ..LIMITS }, 60);
+        let [keep, fetched] = [asks, fetch_asks].map(|keep| Prefix { keep, ..prefix() });
+        let fetches = to.engine.fetch(Exchange { prefix: fetched, ..exchange(30) }, &mut to.events).unwrap();
+        to.engine.submit(NewSequence { prefix: Some(keep), ..sharing(Start::Compute, 40, 5) }).unwrap();
+        assert!(to.plan().is_none());
+        to.engine.streams(fetches);
+        assert_eq!(to.step().len(), 1);
+        assert_eq!(to.engine.kept_blocks() >= 7, asks == 1, "{}", to.engine.kept_blocks());
+    }
+}
+
+/// Who comes first and finds no room is not overtaken.
+#[test]
+fn a_prompt_behind_one_without_room_waits_with_it() {
+    let mut to = Rig::new(LIMITS, 16);
+    let fetches = fetch(&mut to, 30).unwrap();
+    let large = to.submit(Start::Compute, 44, 1);
+    let prompt = to.engine.submit(sharing(Start::Compute, 36, 1)).unwrap();
+    assert!(to.plan().is_none());
+    to.engine.streams(fetches);
+    assert!(to.plan().is_none(), "11 blocks are not free");
+    to.engine.abort(large, false).unwrap();
+    let step = to.plan().unwrap();
+    assert_eq!((step.behind(), step.rows()[0].seq), (Some(fetches), prompt));
+    to.engine.fail(step, RunError("over".into()), &mut to.events);
+
+    let (mut to, fetches, _) = streaming(1);
+    to.engine.streams_no_more(SeqId(77));
+    to.engine.streams_no_more(fetches);
+    assert!(to.plan().is_none(), "it is waited for after all");
 }
 
 /// Others never wait for what is being written; a prompt that has nothing to gain, or finds no room, waits for all of it.

@@ -188,7 +188,8 @@ impl KvPools {
         Ok(LentTables { tables, chain, shared: hit.blocks() })
     }
 
-    /// Turns lent blocks into blocks in use. The peer's writes must be complete and verified (I2), and its access over (I3).
+    /// Turns lent blocks into blocks in use. The peer's writes must be complete and verified (I2), and its access over (I3); see also
+    /// [`Self::take_over`].
     pub fn accept(&mut self, lent: LentTables) -> Result<Tables, KvError> {
         let LentTables { tables, chain, shared } = lent;
         self.each(&tables, |pools, group, at, block| match at < shared {
@@ -208,9 +209,23 @@ impl KvPools {
     }
 
     /// Turns lent blocks into the first ones of a sequence while they are still written to. Whoever computes with them waits in each layer until it
-    /// is complete and verified (I2). They may be given back once nobody writes to them (I3).
-    pub fn take_over(&mut self, lent: LentTables, need: Need) -> Result<Tables, KvError> {
+    /// is complete and verified (I2). They may be given back once nobody writes to them (I3). What is indexed of them later is under `prefix`.
+    pub fn take_over(&mut self, lent: LentTables, prefix: Prefix, need: Need) -> Result<Tables, KvError> {
+        let shared = lent.shared as usize;
         let mut taken = self.accept(lent)?;
+        if let Some(chain) = &mut taken.chain {
+            chain.prefix = prefix;
+            for at in 0..shared {
+                let ids = taken
+                    .tables
+                    .iter()
+                    .enumerate()
+                    .filter_map(|(group, table)| self.index.node_of(group, table.blocks[at]));
+                if let Some(id) = { ids }.next() {
+                    self.index.touch(id, &prefix);
+                }
+            }
+        }
         for (group, table) in taken.tables.iter_mut().enumerate() {
             let tokens = self.covers(group, table.tokens, need);
             self.extend(group, table, tokens, 0, BlockPool::allocate)?;

@@ -219,6 +219,8 @@ impl<R: RoleCore> WorkerCore<R> {
             }
             Input::Exchange(command) => {
                 if let Some(load) = self.load_before(&command) {
+                    // It must be found as soon as its load has ended.
+                    self.engine.streams_no_more(load);
                     self.loading.push((load, command));
                     return;
                 }
@@ -231,7 +233,6 @@ impl<R: RoleCore> WorkerCore<R> {
                     cost.prompts(&StepWork::default().with_prompt(from.into(), to.into()), step.into())
                 };
                 let WorkerCore { engine, tiers, loading, events, tier_effects, draining, .. } = self;
-                // What is to be served once it is here must be found as soon as its load has ended.
                 if let tiers::Command::Streams(load) = command
                     && loading.iter().any(|(awaited, _)| *awaited == load)
                 {
@@ -398,28 +399,34 @@ impl<R: RoleCore> WorkerCore<R> {
         let since = self.last_end.map_or(started, |last| last.max(started));
         let took = Duration::from_nanos(now.0.saturating_sub(since.0));
         self.last_end = Some(now);
-        let failed = outcome.is_err();
+        let (failed, behind) = (outcome.is_err(), step.behind().is_some());
         let done = match failed {
             true => StepDone { took, ..StepDone::default() },
             false => {
                 let sampled = step.rows().iter().filter(|row| row.samples).count() as u64;
                 let work = work(&step);
-                self.steps.add(&work, took);
-                StepDone { took, prefilled, work, sampled }
+                match step.behind() {
+                    // It has waited for other than its work.
+                    Some(_) => StepDone { took, prefilled, ..StepDone::default() },
+                    None => {
+                        self.steps.add(&work, took);
+                        StepDone { took, prefilled, work, sampled }
+                    }
+                }
             }
         };
         match outcome {
             Ok(mut tokens) => self.engine.apply(step, &mut tokens, &mut self.events),
             Err(error) => {
                 match step.behind().filter(|_| lost.is_none()) {
-                    Some(_) => tracing::warn!(%error, "a step behind a load failed; its request is tried again"),
+                    Some(_) => tracing::warn!(%error, "a step behind a load failed; its sequence ends"),
                     None => tracing::error!(%error, "a step failed; its sequences end"),
                 }
                 self.engine.fail(step, error, &mut self.events);
                 self.lost = lost;
             }
         }
-        if prefilled > decoded {
+        if prefilled > decoded && !behind {
             self.prefills.add(prefilled + decoded, took);
         }
         self.recent.add(answered, prefilled > 0, took, now);

@@ -112,8 +112,8 @@ impl World {
                     return Err(self.violation("I3", what));
                 }
                 self.wake_store::<H>(place);
-                // Every other load need not be waited for.
-                return Ok((seq.0 % 2 == 0).then_some(Command::Streams(seq)));
+                // Where nothing else is to be computed, it need not be waited for.
+                return Ok(Some(Command::Streams(seq)));
             }
             Effect::Save(what) => kept.begin(what, false),
             Effect::Abort(seq) => kept.give_up(seq),

@@ -23,7 +23,7 @@ pub(crate) fn launch_behind(
     if launched.is_ok() && !whole {
         // It is the only step in flight.
         let _ = runner.collect(batch, &mut Vec::new());
-        return Err(RunError("the KV of its prefix was damaged".to_owned()));
+        return Err(RunError("the KV of its prefix did not come to the pool as it was stored".to_owned()));
     }
     launched
 }

@@ -18,7 +18,7 @@ use crate::behind::launch_behind;
 use crate::columns::{Columns, Look};
 use crate::exchange::{self, ExchangeShell};
 use crate::report::{Reporter, Told};
-use crate::tiers::TiersShell;
+use crate::tiers::{Loading, TiersShell};
 use crate::watchdog::{Call, Stall, Watchdog};
 use crate::{Clock, WorkerError};
 
@@ -338,7 +338,8 @@ impl<S: Shell> Thread<S> {
     fn launch(&mut self, mut launch: StepLaunch) -> In<S> {
         let Thread { core, runner, shell, tiers, watchdog, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
-        let loading = launch.behind().and_then(|load| tiers.as_ref()?.loading(load));
+        let of = |load| tiers.as_ref().and_then(|tiers| tiers.loading(load)).unwrap_or_else(Loading::none);
+        let loading = launch.behind().map(of);
         // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it.
         let mut stored = |layer| watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
         let mut run = |batch: &Batch<'_>| launch_behind(&mut **runner, batch, loading.as_deref(), &mut stored);

@@ -36,6 +36,8 @@ use crate::{Clock, Commands, Node, TiersConfig, WorkerConfig, engine_thread, sto
 const LEAST: u32 = 64;
 /// Blocks that are asked for before the first of them is copied, so that a disk has enough to do.
 const AHEAD: usize = 32;
+/// Most blocks of a load that are in use in host memory at a time: half of what the store has in use at most, since others need some, too.
+const TOGETHER: usize = 2048;
 /// Threads for the disk.
 const DISK_THREADS: usize = 4;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
@@ -180,15 +182,14 @@ impl TiersShell {
         stored::follow(&store, news)?;
         let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
         let ahead = (slots / 4).clamp(1, AHEAD as u64) as usize;
-        // Others need host memory, too.
-        let together = if by_layer { slots as usize / 2 } else { 0 };
+        let together = if by_layer { (slots as usize / 4).min(TOGETHER) } else { 0 };
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
         // Each thread has a queue to the device of its own.
         let copier = || -> Result<Copier, WorkerError> {
             let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
             let (memory, garbled) = (Memory::of(&node.pool)?, Arc::clone(&garbled));
-            Ok(Copier { store, memory, geometry, ahead, together, garbled })
+            Ok(Copier { store, memory, geometry, ahead, together, failed: None, garbled })
         };
         let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new(Paces::new());

@@ -123,17 +123,27 @@ fn a_step_that_did_not_wait_for_a_damaged_load_fails() {
 /// A prefix that another worker is to be served must be found when its load has ended.
 #[test]
 fn a_load_that_is_served_next_is_waited_for() {
-    let mut rig = rig();
-    let what = load(&mut rig).unwrap();
-    let target = Target { tokens: 2 * BLOCK, first: vec![0, 0] };
-    rig.input(Input::Exchange(exchange::Command::Serve { ticket: Ticket(8), prefix: prefix(), target }));
-    let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 3) };
-    rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
-    give(&mut rig, Command::Streams(what.seq));
-    rig.input(Input::Turn);
-    assert!(rig.behind.is_empty());
-    give(&mut rig, Command::Loaded(what.seq, true));
-    assert!(!rig.exchanged.is_empty(), "it is served");
+    for served_first in [true, false] {
+        let mut rig = rig();
+        let what = load(&mut rig).unwrap();
+        let new = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 2 * BLOCK + 3) };
+        rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(1), new: Box::new(new) }));
+        let serve = |rig: &mut Rig<Decode>| {
+            let target = Target { tokens: 2 * BLOCK, first: vec![0, 0] };
+            rig.input(Input::Exchange(exchange::Command::Serve { ticket: Ticket(8), prefix: prefix(), target }));
+        };
+        if served_first {
+            serve(&mut rig);
+        }
+        give(&mut rig, Command::Streams(what.seq));
+        if !served_first {
+            serve(&mut rig);
+        }
+        rig.input(Input::Turn);
+        assert!(rig.behind.is_empty());
+        give(&mut rig, Command::Loaded(what.seq, true));
+        assert!(!rig.exchanged.is_empty(), "it is served");
+    }
 }
 
 /// I2: what the store does not have after all is computed, and its blocks are free.

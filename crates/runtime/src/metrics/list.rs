@@ -117,7 +117,7 @@ metrics! {
         LOADED_TOKENS: counter "baton_kv_loaded_tokens_total" by "" of "workers",
             "tokens of prefixes loaded from the worker's [KV store](kv-store.md), which need not be computed";
         STREAMED_TOKENS: counter "baton_kv_streamed_tokens_total" by "" of "workers",
-            "those of them that were copied from host memory while their prompt was computed";
+            "those of them that were copied from host memory while their prompt was computed, or was to be";
         TIER_LOAD_SECONDS: histogram "baton_kv_tier_load_seconds" by "`tier`" of "workers",
             "how long prefixes that came whole took to load and verify, from when the worker asked; by the lowest tier that any of it came from";
         TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk, object)" of "workers",

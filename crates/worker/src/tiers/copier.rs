@@ -21,6 +21,9 @@ use super::pace::Paces;
 
 /// How long a block is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
+/// A load that is copied layer by layer can fail a request where another one would only have had it computed. So after such a failure, nothing is
+/// copied that way for this long.
+const CAUTIOUS: Duration = Duration::from_secs(60);
 /// Bytes of a layer that a device is given at a time.
 const STAGED: usize = 1 << 20;
 
@@ -33,6 +36,8 @@ pub(super) struct Copier {
     pub ahead: usize,
     /// Most blocks of a load that are copied layer by layer: all of them need a slot of host memory at a time.
     pub together: usize,
+    /// When the last such load failed, if no later one has succeeded.
+    pub failed: Option<Instant>,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
 }
@@ -49,35 +54,61 @@ impl Copier {
     /// Copies blocks into the pool, and returns the lowest tier that any came from. `None`: not all of them are there, and none may be used.
     /// Calls `streams` once all of them are in host memory, if they are copied layer by layer from then on.
     pub fn load(&mut self, what: &Move, loading: &Loading, streams: &dyn Fn(), paces: &Paces) -> Option<Tier> {
-        let (mut written, keys, begun) = (Vec::new(), self.keys(what), Instant::now());
-        let keys: Vec<_> = keys.into_iter().filter(|(key, _)| key.groups != 0).collect();
-        let (bytes, by_layer) = (keys.len() * self.store.shape().data_bytes(), keys.len() <= self.together);
-        let loads = AssertUnwindSafe(|| match by_layer {
-            true => self.load_layers(keys, loading, streams, paces),
-            false => self.load_blocks(keys, loading, paces, &mut written),
+        let (mut written, begun) = (Vec::new(), Instant::now());
+        let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
+        let bytes = keys.len() * self.store.shape().data_bytes();
+        let loads = AssertUnwindSafe(|| match self.together(&keys, loading, paces) {
+            Some((all, lowest)) => {
+                streams();
+                self.load_layers(all, loading, paces).then_some(lowest)
+            }
+            None => self.load_blocks(keys, loading, paces, &mut written),
         });
         // Also after a panic nothing may be on its way to the blocks.
         let lowest = catch_unwind(loads).unwrap_or(None);
         let there = self.settle(lowest.is_some(), &mut written);
-        // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
-        let whole = by_layer || matches!(self.memory, Memory::Device(_));
         lowest.filter(|_| there).inspect(|lowest| {
-            if whole {
+            if matches!(self.memory, Memory::Device(_)) {
+                // Writing and digesting go on after the last block was read. Where it came from several tiers, it was as slow as the lowest.
                 paces.follow(*lowest, begun.elapsed(), bytes);
             }
         })
+    }
+
+    /// All blocks of a load in host memory, if they are to be copied layer by layer, and the lowest tier that any came from.
+    fn together(
+        &mut self,
+        keys: &[(BlockKey, Vec<BlockId>)],
+        loading: &Loading,
+        paces: &Paces,
+    ) -> Option<(Vec<(Reading, Vec<BlockId>)>, Tier)> {
+        let failed = self.failed.is_some_and(|failed| failed.elapsed() < CAUTIOUS);
+        if keys.is_empty() || keys.len() > self.together || failed {
+            return None;
+        }
+        let (mut all, on_host) = (Vec::with_capacity(keys.len()), matches!(self.memory, Memory::Host(_)));
+        let bytes = self.store.shape().data_bytes();
+        let lowest = self.gather(keys.iter().cloned(), loading, paces, |_, reading, blocks, begun| {
+            let tier = reading.tier();
+            if on_host && tier != Tier::Host {
+                paces.follow(tier, begun.elapsed(), bytes);
+            }
+            all.push((reading, blocks));
+            true
+        })?;
+        Some((all, lowest))
     }
 
     /// Has blocks in host memory, in their order, and gives each to `each`, with the time since when it was waited for. Returns the lowest tier that
     /// any came from. `None`: not all of them are there, or `each` says no.
     fn gather(
         &mut self,
-        keys: Vec<(BlockKey, Vec<BlockId>)>,
+        mut keys: impl Iterator<Item = (BlockKey, Vec<BlockId>)>,
         loading: &Loading,
         paces: &Paces,
         mut each: impl FnMut(&mut Self, Reading, Vec<BlockId>, Instant) -> bool,
     ) -> Option<Tier> {
-        let (mut lowest, mut keys) = (Tier::Host, keys.into_iter());
+        let mut lowest = Tier::Host;
         let mut asked: VecDeque<(BlockName, Got, Vec<BlockId>)> = VecDeque::new();
         loop {
             while asked.len() < self.ahead
@@ -115,7 +146,7 @@ impl Copier {
         written: &mut Vec<Written>,
     ) -> Option<Tier> {
         let bytes = self.store.shape().data_bytes();
-        self.gather(keys, loading, paces, |copier, reading, blocks, begun| {
+        self.gather(keys.into_iter(), loading, paces, |copier, reading, blocks, begun| {
             let tier = reading.tier();
             let copied = copier.copy_in(&mut [(reading, blocks)], None, written);
             if copied && matches!(copier.memory, Memory::Host(_)) {
@@ -125,34 +156,30 @@ impl Copier {
         })
     }
 
-    /// Has all blocks in host memory, and copies one layer of all of them after the other, each verified before the next.
-    fn load_layers(
-        &mut self,
-        keys: Vec<(BlockKey, Vec<BlockId>)>,
-        loading: &Loading,
-        streams: &dyn Fn(),
-        paces: &Paces,
-    ) -> Option<Tier> {
-        let (mut all, mut written) = (Vec::with_capacity(keys.len()), Vec::new());
-        let lowest = self.gather(keys, loading, paces, |_, reading, blocks, _| {
-            all.push((reading, blocks));
-            true
-        })?;
-        streams();
+    /// Copies one layer of all blocks after the other, each verified before the next. False: it cannot be used.
+    fn load_layers(&mut self, mut all: Vec<(Reading, Vec<BlockId>)>, loading: &Loading, paces: &Paces) -> bool {
+        let (begun, bytes) = (Instant::now(), all.len() * self.store.shape().data_bytes());
+        // Until it has succeeded.
+        self.failed = Some(begun);
+        let mut written = Vec::new();
         for layer in 0..self.geometry.layout.layers() as u32 {
-            let at = self.geometry.layout.locate(layer)?;
+            let Some(at) = self.geometry.layout.locate(layer) else { return false };
             for some in all.chunks_mut((STAGED / self.geometry.layout.block_bytes(at.0)).max(1)) {
                 if loading.is_given_up() || !self.copy_in(some, Some(at), &mut written) {
-                    return None;
+                    return false;
                 }
             }
             if !self.settle(true, &mut written) {
-                return None;
+                return false;
             }
             written.clear();
             loading.reach(layer + 1);
         }
-        Some(lowest)
+        self.failed = None;
+        if matches!(self.memory, Memory::Host(_)) {
+            paces.follow(Tier::Host, begun.elapsed(), bytes);
+        }
+        true
     }
 
     /// Waits until nothing is on its way to the blocks, and verifies what was written to a device, if it is to be used.

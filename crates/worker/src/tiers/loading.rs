@@ -1,7 +1,7 @@
 //! What the engine thread and the thread that loads tell each other of one load.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A load under way.
 #[derive(Debug, Default)]
@@ -20,6 +20,13 @@ struct Progress {
 }
 
 impl Loading {
+    /// A load that is over and has brought nothing.
+    pub fn none() -> Arc<Loading> {
+        let loading = Loading::default();
+        loading.end(false);
+        Arc::new(loading)
+    }
+
     /// The load is of no use any more.
     pub fn give_up(&self) {
         self.given_up.store(true, Ordering::Relaxed);

@@ -50,7 +50,10 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     // SAFETY: nobody else has the segment.
     unsafe { segment.write(0, &bytes) };
     let (memory, store) = (Memory::of(&pool(&segment)).unwrap(), Arc::clone(store));
-    Pair { copier: Copier { store, memory, geometry, ahead: 2, together: 0, garbled: Arc::default() }, segment }
+    Pair {
+        copier: Copier { store, memory, geometry, ahead: 2, together: 0, failed: None, garbled: Arc::default() },
+        segment,
+    }
 }
 
 fn store() -> Arc<KvStore> {
@@ -164,6 +167,10 @@ fn layers_are_told_of_in_order_and_once_they_are_verified() {
         assert!(bytes(&to, 1, BlockId(4)).iter().all(|byte| *byte == 7));
         let first = bytes(&to, 0, BlockId(2));
         assert!(first[..first.len() / 2].iter().all(|byte| *byte == 7));
+        // The next ones are copied block by block for a while: they cannot fail a step.
+        assert_eq!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()), None);
+        assert_eq!(streamed.get(), 1);
+        to.copier.failed = None;
         // Given up before the first: nothing is begun.
         let given_up = Loading::default();
         given_up.give_up();
