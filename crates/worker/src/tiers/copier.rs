@@ -27,6 +27,9 @@ const CAUTIOUS: Duration = Duration::from_secs(60);
 /// Bytes of a layer that a device is given at a time.
 const STAGED: usize = 1 << 20;
 
+/// A block in host memory, and its blocks in the pool, by group.
+type Here = (Reading, Vec<BlockId>);
+
 /// Copies blocks between the pool's memory and the store. For one thread.
 pub(super) struct Copier {
     pub store: Arc<KvStore>,
@@ -81,7 +84,7 @@ impl Copier {
         keys: &[(BlockKey, Vec<BlockId>)],
         loading: &Loading,
         paces: &Paces,
-    ) -> Option<(Vec<(Reading, Vec<BlockId>)>, Tier)> {
+    ) -> Option<(Vec<Here>, Tier)> {
         let failed = self.failed.is_some_and(|failed| failed.elapsed() < CAUTIOUS);
         if keys.is_empty() || keys.len() > self.together || failed {
             return None;
@@ -157,7 +160,7 @@ impl Copier {
     }
 
     /// Copies one layer of all blocks after the other, each verified before the next. False: it cannot be used.
-    fn load_layers(&mut self, mut all: Vec<(Reading, Vec<BlockId>)>, loading: &Loading, paces: &Paces) -> bool {
+    fn load_layers(&mut self, mut all: Vec<Here>, loading: &Loading, paces: &Paces) -> bool {
         let (begun, bytes) = (Instant::now(), all.len() * self.store.shape().data_bytes());
         // Until it has succeeded.
         self.failed = Some(begun);
@@ -208,12 +211,7 @@ impl Copier {
 
     /// Copies blocks into the pool, or on their way there; of one layer, given by its group and its place there, or of all. False: one is damaged, or
     /// the device does not take them.
-    fn copy_in(
-        &mut self,
-        all: &mut [(Reading, Vec<BlockId>)],
-        layer: Option<(usize, usize)>,
-        written: &mut Vec<Written>,
-    ) -> bool {
+    fn copy_in(&mut self, all: &mut [Here], layer: Option<(usize, usize)>, written: &mut Vec<Written>) -> bool {
         let geometry = &self.geometry;
         let target = |part: &Part, blocks: &[BlockId]| {
             // Of a block that a window has passed by now, the store may have more than is wanted.
