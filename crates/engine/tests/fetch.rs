@@ -191,14 +191,33 @@ fn what_a_prompt_asks_to_be_kept_is_kept() {
     }
 }
 
+/// Also what was in the prefix cache before, which the fetch did not bring.
+#[test]
+fn what_a_prompt_asks_to_be_kept_is_kept_from_its_beginning() {
+    let cache = CacheConfig { eviction: Eviction::Priority, ..LIMITS.cache };
+    let mut to = Rig::new(EngineConfig { cache, ..LIMITS }, 60);
+    to.engine.submit(sharing(Start::Compute, 13, 1)).unwrap();
+    assert_eq!(to.step().len(), 1);
+    let fetches = fetch(&mut to, 30).unwrap();
+    assert_eq!((to.engine.lent_from(fetches), to.engine.kept_blocks()), (Some(3), 0));
+    let keep = Some(Prefix { keep: 1, ..prefix() });
+    to.engine.submit(NewSequence { prefix: keep, ..sharing(Start::Compute, 40, 5) }).unwrap();
+    assert!(to.plan().is_none());
+    to.engine.streams(fetches);
+    let step = to.plan().unwrap();
+    assert_eq!((step.behind(), to.engine.kept_blocks()), (Some(fetches), 3));
+    to.engine.fail(step, RunError("over".into()), &mut to.events);
+    assert_eq!(to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>()), 12, "what was verified stays");
+}
+
 /// Who comes first and finds no room is not overtaken.
 #[test]
 fn a_prompt_behind_one_without_room_waits_with_it() {
-    let mut to = Rig::new(LIMITS, 16);
+    let mut to = Rig::new(EngineConfig { order: Order::Priority, overtakes: 64, ..LIMITS }, 16);
     let fetches = fetch(&mut to, 30).unwrap();
-    let large = to.submit(Start::Compute, 44, 1);
     let prompt = to.engine.submit(sharing(Start::Compute, 36, 1)).unwrap();
-    assert!(to.plan().is_none());
+    assert!(to.plan().is_none(), "it has found its leader");
+    let large = to.engine.submit(NewSequence { priority: -1, ..request(Start::Compute, 44, 1) }).unwrap();
     to.engine.streams(fetches);
     assert!(to.plan().is_none(), "11 blocks are not free");
     to.engine.abort(large, false).unwrap();

@@ -94,6 +94,10 @@ fn a_prompt_does_not_wait_for_a_load_that_streams() {
     finish(&mut rig);
     assert!(rig.core.engine().idle() && !rig.core.stores(what.seq));
     assert_eq!(rig.behind.len(), 1);
+    // How long it took says nothing of what such a step costs.
+    let told: Vec<_> = rig.stepped.iter().map(|done| (done.prefilled, done.sampled)).collect();
+    assert_eq!((told[0], told[1]), ((3, 0), (0, 1)));
+    assert_eq!(rig.stepped[0].work, Default::default());
 }
 
 /// I2: what was computed with damaged blocks is not used, and nobody finds them.

@@ -168,7 +168,11 @@ impl Copier {
         for layer in 0..self.geometry.layout.layers() as u32 {
             let Some(at) = self.geometry.layout.locate(layer) else { return false };
             for some in all.chunks_mut((STAGED / self.geometry.layout.block_bytes(at.0)).max(1)) {
-                if loading.is_given_up() || !self.copy_in(some, Some(at), &mut written) {
+                if loading.is_given_up() {
+                    self.failed = None;
+                    return false;
+                }
+                if !self.copy_in(some, Some(at), &mut written) {
                     return false;
                 }
             }

@@ -168,14 +168,18 @@ fn layers_are_told_of_in_order_and_once_they_are_verified() {
         let first = bytes(&to, 0, BlockId(2));
         assert!(first[..first.len() / 2].iter().all(|byte| *byte == 7));
         // The next ones are copied block by block for a while: they cannot fail a step.
-        assert_eq!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()), None);
+        assert!(to.copier.failed.is_some());
+        copier(1, &store).copier.save(&blocks);
+        assert!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()).is_some());
         assert_eq!(streamed.get(), 1);
         to.copier.failed = None;
+        assert!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()).is_some());
+        assert_eq!(streamed.take(), 2);
         // Given up before the first: nothing is begun.
         let given_up = Loading::default();
         given_up.give_up();
         assert_eq!(to.copier.load(&wanted, &given_up, &streams, &Paces::new()), None);
-        assert_eq!((streamed.get(), given_up.layers()), (1, 0));
+        assert_eq!((streamed.get(), given_up.layers()), (0, 0));
     }
 }
 
@@ -190,8 +194,9 @@ fn a_device_that_garbles_what_it_takes_is_noticed() {
         let mut to = device(99, &store);
         let Memory::Device(device) = &mut to.copier.memory else { panic!("a device") };
         device.queue = device.queue.take().map(|queue| Box::new(Odd { queue, beside: 1, reads: 99 }) as _);
-        assert!(!load(&mut to, &wanted));
-        assert_eq!(to.copier.garbled.load(Ordering::Relaxed), 1);
+        let loading = Loading::default();
+        assert_eq!(to.copier.load(&wanted, &loading, &|| (), &Paces::new()), None);
+        assert_eq!((to.copier.garbled.load(Ordering::Relaxed), loading.layers()), (1, 0), "no layer is told of");
     }
     let broken = |_: &_| Pool::Device(Arc::new(Broken { bytes: 1 << 20 }));
     let mut broken = pair(99, &store, broken);
