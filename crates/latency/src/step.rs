@@ -118,24 +118,39 @@ pub(crate) fn bounded(seconds: f64) -> f64 {
     if seconds > 0.0 { seconds.min(LONGEST) } else { 0.0 }
 }
 
-/// The most that a pair of tokens costs, as a share of a token. Attention does 4 d operations for a pair and layer, where d is the model's width, and
-/// the rest of a layer about 24 d² for a token: a share of 1 / (6 d), some times more where attention is slower by the operation. A worker that has
-/// computed only a few tokens after long cached prefixes, or very short prompts, would take a step's fixed cost for that of its pairs, and a long
-/// prompt for hours of work.
-const MOST_PAIR: f64 = 0.02;
+/// What a pair of tokens costs at most, as a share of a token, for a model of which nothing is known. Attention does 4 d operations for a pair and layer,
+/// where d is the model's width, and the rest of a layer about 24 d² for a token: a share of 1 / (6 d).
+const MOST_PAIR: f64 = 0.005;
+/// How many times as long an operation of attention takes as one of a layer's products, at most.
+const SLOWER: f64 = 8.0;
 /// Tokens of a full step: what a step costs may be what its tokens cost, where all are about as large.
 const FULL: f64 = 512.0;
 
 /// Learns a worker's [`StepCost`] from its steps.
 ///
 /// Steps with prompts and steps without are fitted apart, so that thousands of the one do not make the other forgotten.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct StepModel {
     rows: Fit<3>,
     prompts: Fit<3>,
+    /// As `prompts`, with pairs that cost as much as they can.
+    most: Fit<2>,
+    /// The most that a pair costs, as a share of a token.
+    most_pair: f64,
+}
+
+impl Default for StepModel {
+    fn default() -> StepModel {
+        StepModel { rows: Fit::default(), prompts: Fit::default(), most: Fit::default(), most_pair: MOST_PAIR }
+    }
 }
 
 impl StepModel {
+    /// Of a model that does this share of a token's operations for a pair.
+    pub fn of(pair_share: f64) -> StepModel {
+        StepModel { most_pair: pair_share * SLOWER, ..StepModel::default() }
+    }
+
     /// Adds a step that took so long.
     pub fn add(&mut self, work: &StepWork, took: Duration) {
         let took = took.as_secs_f64();
@@ -154,7 +169,9 @@ impl StepModel {
         };
         let own = took - row * work.rows as f64 - context * work.context as f64;
         // Never less than a tenth: a step with many rows cannot have taken nothing for its prompts.
-        self.prompts.add([1.0, work.tokens as f64, work.pairs as f64], own.max(took / 10.0));
+        let (own, tokens, pairs) = (own.max(took / 10.0), work.tokens as f64, work.pairs as f64);
+        self.prompts.add([1.0, tokens, pairs], own);
+        self.most.add([1.0, tokens + pairs * self.most_pair], own);
     }
 
     /// What is known so far.
@@ -162,7 +179,13 @@ impl StepModel {
         let [base, row, context] = self.rows.coefficients().unwrap_or_default();
         let [chunk, token, pair] = self.prompts.coefficients().unwrap_or_default();
         let cost = StepCost { base, row, context, chunk, token, pair };
-        StepCost { pair: pair.min(cost.full_token() * MOST_PAIR), ..cost }
+        if pair <= cost.full_token() * self.most_pair {
+            return cost;
+        }
+        // A few tokens after long cached prefixes, or very short prompts, do not tell a step's fixed cost from that of its pairs. A long prompt would be
+        // predicted to take hours.
+        let [chunk, token] = self.most.coefficients().unwrap_or_default();
+        StepCost { chunk, token, pair: token * self.most_pair, ..cost }
     }
 
     /// Median relative error lately of the predicted time of steps without prompts, and of the prompts' part of the others.
@@ -209,7 +232,7 @@ mod tests {
     /// What was learned of a few odd prompts says little of others, and nothing absurd.
     #[test]
     fn short_prompts_do_not_make_long_ones_last_for_hours() {
-        let mut model = StepModel::default();
+        let mut model = StepModel::of(2.6e-4);
         for at in 0..40u64 {
             let (from, to) = if at % 4 == 0 { (0, 2 + at % 7) } else { (0, 8) };
             let took = if to == 8 { 20e-3 } else { 5e-3 };
@@ -217,6 +240,40 @@ mod tests {
         }
         let long = StepWork::default().with_prompt(0, 8000);
         assert!(model.cost().prompts(&long, 512) < 600.0, "{:?}", model.cost());
+    }
+
+    /// A worker that has just started has seen a question of a few tokens. A long prompt must not be refused for that: it would never teach better.
+    #[test]
+    fn one_short_prompt_says_the_least_of_long_ones_and_the_first_long_one_the_rest() {
+        let (short, long) = (StepWork::default().with_prompt(0, 8), StepWork::default().with_prompt(0, 8000));
+        // Nothing known, SmolLM2's share, Llama-3.1-8B's.
+        for (mut model, most) in
+            [(StepModel::default(), 30.0), (StepModel::of(2.6e-4), 10.0), (StepModel::of(3.3e-5), 2.5)]
+        {
+            model.add(&short, Duration::from_millis(27));
+            let predicted = model.cost().prompts(&long, 512);
+            assert!((16.0 * 0.02..most).contains(&predicted), "{predicted}, where 1,000 such prompts take 27");
+            for from in (0..8000).step_by(500) {
+                let work = StepWork::default().with_prompt(from, from + 500);
+                model.add(&work, Duration::from_secs_f64(COST.step(&work)));
+            }
+            let (predicted, truth) = (model.cost().prompts(&long, 512), COST.prompts(&long, 512));
+            assert!((0.95..1.05).contains(&(predicted / truth)), "{predicted} {truth} {most}");
+        }
+    }
+
+    /// What was learned must hold for what it was learned from, also where pairs are bounded.
+    #[test]
+    fn what_pairs_may_not_cost_counts_as_tokens() {
+        let truth = StepCost { chunk: 5e-3, pair: 1e-6, ..StepCost::default() };
+        let mut model = StepModel::of(1e-4);
+        for at in 0..400 {
+            let work = StepWork::default().with_prompt(0, 200 + at * 37 % 56);
+            model.add(&work, Duration::from_secs_f64(truth.step(&work)));
+        }
+        let work = StepWork::default().with_prompt(0, 230);
+        let (got, want) = (model.cost().step(&work), truth.step(&work));
+        assert!((got / want - 1.0).abs() < 0.05, "{got} s for {want} s: {:?}", model.cost());
     }
 
     /// A decode worker computes only short prompts. What their tokens cost may go to their pairs, and must not be lost.

@@ -196,6 +196,13 @@ impl<R: RoleCore> WorkerCore<R> {
         }
     }
 
+    /// Tells of the model how large the share of a token's operations is that it does for a pair of tokens: what steps cost is learned with it.
+    #[must_use]
+    pub fn with_pair_share(mut self, share: f64) -> Self {
+        self.steps = StepModel::of(share);
+        self
+    }
+
     /// Takes one input. Its effects come before those that [`Self::next_effect`] has not returned yet: an input that comes
     /// while some are left is the answer of the latest one.
     pub fn feed(&mut self, input: Input<R::Command>, now: Time) {

@@ -183,7 +183,8 @@ impl Node {
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let by_layer = runner.reads_by_layer();
-        let core = WorkerCore::new(engine, N::role(&node), layout, node.config.kv_lease, runner.overlaps());
+        let core = WorkerCore::new(engine, N::role(&node), layout, node.config.kv_lease, runner.overlaps())
+            .with_pair_share(costs.arithmetic.pair / costs.arithmetic.token);
         let keeps = Limits { ttft: node.config.slo_ttft, itl: node.config.slo_itl, max_running: limits.max_running };
         let news = Arc::<WorkerNews>::default();
         let told = Told { signals: told, limits: keeps, news: Arc::clone(&news) };
