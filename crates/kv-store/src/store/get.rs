@@ -126,9 +126,9 @@ impl Store {
         match result {
             Ok(_) => {
                 self.counters.read_bytes += crate::object_bytes(&self.config.shape);
-                return self.call_succeeded();
+                return self.read_succeeded();
             }
-            Err(ReadError::Io) => return self.call_failed(),
+            Err(ReadError::Io) => return self.read_failed(),
             Err(ReadError::Absent) => {}
             Err(ReadError::Mismatch(_)) => self.counters.verify_failures[Tier::Object as usize] += 1,
         }

@@ -179,7 +179,7 @@ impl Store {
         self.effects.pop_front()
     }
 
-    /// The fastest tier that has a block; not the object store while its calls rest. Whether its tokens are those that are wanted shows when it is read.
+    /// The fastest tier that has a block; not the object store while fetches rest. Whether its tokens are those that are wanted shows when it is read.
     pub fn tier(&self, name: BlockName) -> Option<Tier> {
         let node = self.index.get(name)?;
         let has = [node.host.is_some(), node.disk.is_some(), node.object && self.reachable()];

@@ -1,8 +1,12 @@
 //! The object tier: what is uploaded, fetched and removed, and when all of that rests.
 //!
 //! A block is uploaded from host memory, while it is there, by the disk's rule of admission. What is there is known by a listing; until it has
-//! come, nothing is uploaded or fetched. A call that fails makes all calls rest: a store that is away costs its readers one patience in a while,
+//! come, nothing is uploaded or fetched. A call that fails makes its like rest: a store that is away costs its readers one patience in a while,
 //! and then nothing.
+//!
+//! Reads (listings and fetches) and writes (uploads and removals) rest apart, as on the disk: a bucket that is full or may only be read still has
+//! what is in it. What fails is not asked whether it concerns both, as a lost connection does: writes then find out by themselves, with no more calls
+//! than are in flight at once, and nobody waits for them.
 
 use std::collections::BTreeSet;
 
@@ -30,7 +34,9 @@ pub(super) struct Objects {
     known: Known,
     /// The listing ended before all was listed.
     more: bool,
-    pause: Pause,
+    /// When listings and fetches go on after a failure, and when uploads and removals do.
+    reads: Pause,
+    writes: Pause,
     /// Blocks to upload, the latest last.
     ahead: Vec<BlockName>,
     uploading: BTreeSet<ObjectName>,
@@ -48,7 +54,8 @@ impl Objects {
             most: config.most,
             known: Known::Nothing,
             more: false,
-            pause: Pause::default(),
+            reads: Pause::default(),
+            writes: Pause::default(),
             ahead: Vec::new(),
             uploading: BTreeSet::new(),
             doubtful: BTreeSet::new(),
@@ -82,27 +89,29 @@ impl Objects {
 impl Store {
     /// Whether objects can be fetched now.
     pub(super) fn reachable(&self) -> bool {
-        self.objects.as_ref().is_some_and(|objects| objects.pause.over(self.now))
+        self.objects.as_ref().is_some_and(|objects| objects.reads.over(self.now))
     }
 
     /// Lists, removes and uploads, as far as limits allow.
     pub(super) fn objects_on(&mut self) {
-        let reachable = self.reachable();
-        let Some(objects) = self.objects.as_mut().filter(|_| reachable) else { return };
-        if objects.more && objects.doomed.is_empty() && objects.removing.is_empty() {
+        let Some(objects) = &mut self.objects else { return };
+        let (reads, writes) = (objects.reads.over(self.now), objects.writes.over(self.now));
+        if reads && objects.more && objects.doomed.is_empty() && objects.removing.is_empty() {
             (objects.known, objects.more) = (Known::Nothing, false);
         }
         match objects.known {
-            Known::Asked => {}
-            Known::Nothing => {
+            Known::Nothing if reads => {
                 objects.known = Known::Asked;
                 // More at once would take memory without bound. Where there are more, they are listed when what is too much is removed.
                 self.effects.push_back(Effect::List { most: objects.listed_at_once() });
             }
-            Known::All => {
+            Known::All if writes => {
+                // Before removals: nothing else may happen that would begin them.
+                self.forget_doubtful();
                 self.remove_on();
                 self.upload_on();
             }
+            Known::Nothing | Known::Asked | Known::All => {}
         }
     }
 
@@ -111,11 +120,11 @@ impl Store {
         let Some(objects) = self.objects.as_mut().filter(|objects| objects.known == Known::Asked) else { return };
         let Some(found) = found else {
             objects.known = Known::Nothing;
-            return self.call_failed();
+            return self.read_failed();
         };
         objects.known = Known::All;
         objects.more = found.len() as u64 >= objects.listed_at_once();
-        objects.pause.succeeded();
+        objects.reads.succeeded();
         let groups = self.config.shape.all_groups();
         for (at, object) in (0..).zip(found).filter(|(_, object)| object.groups & !groups == 0) {
             self.enter_object(at, object);
@@ -188,7 +197,6 @@ impl Store {
     }
 
     fn upload_on(&mut self) {
-        self.forget_doubtful();
         let limit = self.config.limits.uploads as usize;
         while let Some(objects) = self.objects.as_mut().filter(|objects| objects.uploading.len() < limit) {
             let Some(name) = objects.ahead.pop() else { return };
@@ -260,12 +268,14 @@ impl Store {
         let Some(Flight::Upload { object, buffer }) = self.flights.remove(&job) else { return };
         if let Some(objects) = &mut self.objects {
             objects.uploading.remove(&object);
+            if ok {
+                objects.writes.succeeded();
+            }
         }
         let uses = self.buffers.release(buffer);
         self.set_busy(object.name, buffer, uses > 1);
-        match ok {
-            true => self.call_succeeded(),
-            false => self.call_failed(),
+        if !ok {
+            self.write_failed();
         }
         let wanted = self.index.get(object.name);
         let wanted =
@@ -291,26 +301,30 @@ impl Store {
         if let Some(objects) = &mut self.objects {
             objects.removing.remove(&object);
         }
-        match ok {
-            true => self.call_succeeded(),
-            false => {
-                self.doom(object);
-                self.call_failed();
-            }
+        // One that succeeded does not end the rests of uploads: a store that is full still removes.
+        if !ok {
+            self.doom(object);
+            self.write_failed();
         }
     }
 
-    pub(super) fn call_succeeded(&mut self) {
+    pub(super) fn read_succeeded(&mut self) {
         if let Some(objects) = &mut self.objects {
-            objects.pause.succeeded();
+            objects.reads.succeeded();
         }
     }
 
-    pub(super) fn call_failed(&mut self) {
+    pub(super) fn read_failed(&mut self) {
         self.counters.object_errors += 1;
-        let now = self.now;
         if let Some(objects) = &mut self.objects {
-            objects.pause.failed(now);
+            objects.reads.failed(self.now);
+        }
+    }
+
+    fn write_failed(&mut self) {
+        self.counters.object_errors += 1;
+        if let Some(objects) = &mut self.objects {
+            objects.writes.failed(self.now);
         }
     }
 

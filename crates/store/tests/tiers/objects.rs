@@ -167,9 +167,11 @@ fn an_object_store_that_fails_is_left_alone_and_costs_no_put() {
         assert_eq!(get(&store, number), Ok(Tier::Host));
         assert_eq!(get(&store, there[0]), Err(Miss::Failed));
     }
-    assert_eq!(faulty.faults.calls.load(SeqCst), calls, "it rests");
+    assert!(store.settled(LONG));
+    let more = faulty.faults.calls.load(SeqCst) - calls;
+    assert!((1..=4).contains(&more), "{more} calls: uploads find out by themselves, then all rests");
     assert!(far(&store, 0..40).is_empty(), "nobody is told to load from there");
-    assert_eq!(store.counters().object_errors, 1);
+    assert_eq!(store.counters().object_errors, 1 + u64::from(more));
     faulty.faults.fails.store(false, SeqCst);
     std::thread::sleep(Duration::from_millis(1100));
     assert_eq!(get(&store, there[0]), Ok(Tier::Object));

@@ -131,8 +131,45 @@ fn a_store_that_is_away_is_asked_once_in_a_while_and_has_all_when_it_is_back() {
     rig.settle();
     assert_eq!(rig.fetch(0), Ok(Tier::Object));
     assert_eq!(rig.objects.len(), 21, "what came meanwhile is uploaded");
-    // The first get, the second, and the upload beside it.
-    assert_eq!(rig.store.counters().object_errors, 3);
+    // Two gets, and two uploads: each of the two rests from its first failure on.
+    assert_eq!(rig.store.counters().object_errors, 4);
+}
+
+/// A bucket whose quota is used up, or which may only be read, has what is in it.
+#[test]
+fn a_store_that_takes_no_writes_is_read_all_the_same() {
+    let mut rig = begun(objects(20));
+    put_all(&mut rig, 0..20);
+    rig.refuses.0 = true;
+    for second in 0..300 {
+        // Uploads, and removals of what they are to replace.
+        assert!(rig.put(100 + second));
+        rig.settle();
+        let far = (0..20).find(|number| tier(&rig, *number) == Some(Tier::Object)).expect("a block to fetch");
+        assert_eq!(rig.fetch(far), Ok(Tier::Object), "second {second}");
+        rig.now = rig.now.after_ms(1000);
+    }
+    let errors = rig.store.counters().object_errors;
+    // Rests of 1 s, 2 s and so on, up to 60 s: about ten, after each of which no more fail than are in flight at once.
+    assert!((10..=44).contains(&errors), "{errors} errors");
+    rig.refuses.0 = false;
+    rig.now = rig.now.after_ms(60_000);
+    put_all(&mut rig, 500..501);
+    assert!(rig.objects.iter().any(|(object, _)| object.name == key_of(500).name), "it is written to again");
+}
+
+/// The same for gets that fail. A lost connection is found by writes, too, and they rest then.
+#[test]
+fn a_store_that_cannot_be_read_takes_writes() {
+    let mut rig = begun(objects(100));
+    put_all(&mut rig, 0..20);
+    rig.refuses.1 = true;
+    for number in 20..30 {
+        assert_eq!(rig.fetch(0), Err(Miss::Failed));
+        put_all(&mut rig, number..number + 1);
+        assert_eq!(rig.objects.len() as u32, number + 1);
+    }
+    assert_eq!(rig.store.counters().object_errors, 1, "gets rest");
 }
 
 #[test]
@@ -188,6 +225,7 @@ fn any_order_of_calls_and_failures_is_survived() {
                     }
                 }
                 3 if step % 5 == 0 => rig.away = !rig.away,
+                5 if step % 7 == 0 => rig.refuses = (rig.random.chance(300), rig.random.chance(300)),
                 4 if !rig.objects.is_empty() && step % 4 == 0 => {
                     let at = rig.random.index(rig.objects.len());
                     let byte = rig.random.index(rig.objects[at].1.len());
@@ -197,7 +235,7 @@ fn any_order_of_calls_and_failures_is_survived() {
             }
             assert!(rig.objects.len() <= 10, "seed {seed}: {} objects", rig.objects.len());
         }
-        rig.away = false;
+        (rig.away, rig.refuses) = (false, (false, false));
         rig.now = rig.now.after_ms(60_000);
         rig.feed(Input::Tick);
         rig.settle();

@@ -43,6 +43,8 @@ pub struct Rig {
     /// The object store, the oldest object first, and whether it answers.
     pub objects: Vec<(ObjectName, Vec<u8>)>,
     pub away: bool,
+    /// Its uploads and removals fail, and its listings and fetches.
+    pub refuses: (bool, bool),
     pub random: Random,
     pub shape: Shape,
     pub memory: Vec<Vec<u8>>,
@@ -82,6 +84,7 @@ impl Rig {
             disk,
             objects,
             away: false,
+            refuses: (false, false),
             random: Random(seed),
             shape,
             memory,
@@ -189,12 +192,13 @@ impl Rig {
     /// Carries out a call of the object store.
     fn call(&mut self, effect: Effect) {
         let at = |objects: &[(ObjectName, Vec<u8>)], wanted| objects.iter().position(|(name, _)| *name == wanted);
+        let (writes, reads) = (!self.away && !self.refuses.0, !self.away && !self.refuses.1);
         let input = match effect {
             Effect::List { most } => {
                 let names = self.objects.iter().map(|(name, _)| *name).take(most as usize).collect();
-                Input::Listed((!self.away).then_some(names))
+                Input::Listed(reads.then_some(names))
             }
-            Effect::Fetch { job, .. } if self.away => Input::Read(job, Err(ReadError::Io)),
+            Effect::Fetch { job, .. } if !reads => Input::Read(job, Err(ReadError::Io)),
             Effect::Fetch { job, object, into, expect } => {
                 let bytes = at(&self.objects, object).map(|at| self.objects[at].1.clone()).ok_or(ReadError::Absent);
                 let read = bytes.and_then(|mut bytes| {
@@ -209,17 +213,17 @@ impl Rig {
                 let data = self.shape.head_bytes()..self.shape.head_bytes() + self.shape.data_bytes();
                 head.extend_from_slice(&self.memory[from.0 as usize][data]);
                 // What is said to have failed may be there all the same.
-                if !self.away || self.random.below(2) == 0 {
+                if writes || self.random.below(2) == 0 {
                     self.objects.retain(|(name, _)| *name != object);
                     self.objects.push((object, head));
                 }
-                Input::Uploaded(job, !self.away)
+                Input::Uploaded(job, writes)
             }
             Effect::Remove { job, object } => {
-                if !self.away {
+                if writes {
                     self.objects.retain(|(name, _)| *name != object);
                 }
-                Input::Deleted(job, !self.away)
+                Input::Deleted(job, writes)
             }
             other => panic!("{other:?} is no work for a disk or an object store"),
         };
