@@ -126,7 +126,7 @@ impl Engine {
         self.seat(seq, start, &hit, need, events)
     }
 
-    /// Asks for what a preempted sequence had and the prefix cache has no more, once.
+    /// Asks for what the prefix cache lacks of what a preempted sequence had, or of a prefix for which there was no room, once.
     fn asks(&mut self, seq: SeqId, hit: u32) -> bool {
         let size = self.pools.block_size();
         let Some(s) = self.sequences.get_mut(&seq).filter(|s| s.kept == Kept::Perhaps) else { return false };

@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use baton_kv_cache::{BlockCopy, BlockCounts, BlockName, BlockTable, Cached, KvError, KvPools, Quarantine, Readers};
-use baton_types::{Class, PoolGeometry, SeqId, TokenOut};
+use baton_types::{Class, PoolGeometry, RequestId, SeqId, TokenOut};
 
 use crate::config::AGED;
-use crate::sequence::{Doom, Phase, Sequence, Turn};
+use crate::sequence::{Doom, Kept, Phase, Sequence, Turn};
 use crate::share::{Share, Shares, Tags};
 use crate::{EngineConfig, EngineError, Event, Exchange, NewSequence, Order, Row, Start, StepRow, Time};
 
@@ -65,6 +65,8 @@ pub struct Engine {
     pub(crate) ended: Option<Vec<Exchange>>,
     /// Preempted sequences that could start again, if their KV came from there where it was kept.
     pub(crate) returning: Vec<Exchange>,
+    /// A request that asks for its prefix when there is room.
+    pub(crate) asks_later: Option<RequestId>,
     /// The fetch whose blocks fill layer by layer now ([`Engine::streams`]).
     pub(crate) streams: Option<SeqId>,
     /// The step in flight is behind a fetch: none is planned before it is over.
@@ -105,6 +107,7 @@ impl Engine {
             decoded_wasted: 0,
             ended: None,
             returning: Vec::new(),
+            asks_later: None,
             streams: None,
             joined: false,
             notes_fetched: false,
@@ -144,11 +147,19 @@ impl Engine {
         let cached = if self.config.order == Order::ShortestFirst { sequence.expected } else { 0 };
         let tags = self.tags(class, share, sequence.len());
         (sequence.turn.tag, sequence.start_tag) = (tags.finish, tags.start);
+        if self.asks_later.as_ref() == Some(&sequence.request_id) && sequence.prefix.is_some() {
+            sequence.kept = Kept::Perhaps;
+        }
         sequence.turn.turn = self.config.turn(priority, sequence.len() - cached);
         self.waiting.insert(sequence.turn);
         self.parked += u32::from(sequence.parked.is_some());
         self.sequences.insert(seq, sequence);
         Ok(seq)
+    }
+
+    /// There was no room to fetch the prefix of this request, which is submitted next: it is asked for when there is ([`Engine::take_returning`]).
+    pub fn asks_later(&mut self, request_id: RequestId) {
+        self.asks_later = Some(request_id);
     }
 
     pub(crate) fn take_id(&mut self) -> SeqId {
@@ -421,7 +432,8 @@ impl Engine {
         self.ended.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Passes on the tokens of preempted sequences that could start now, and lack KV that they had. Each is asked for once: it waits for an
+    /// Passes on the tokens of sequences that could start now, and lack KV: of preempted ones that lack what they had, and of those for which there was no
+    /// room to fetch their prefix when they came ([`Engine::asks_later`]). Each is asked for once: it waits for an
     /// [`Engine::fetch`] for its request that begins before the next plan, and is computed otherwise.
     pub fn take_returning(&mut self) -> Vec<Exchange> {
         std::mem::take(&mut self.returning)

@@ -158,10 +158,11 @@ pub(crate) struct Sequence {
     pub exchange: bool,
 }
 
-/// Whether the KV of a sequence that was preempted may be kept below the pool, and is asked for before it starts again.
+/// Whether KV of a sequence that waits may be kept below the pool, and is asked for before it starts: what it had when it was preempted, or a prefix for
+/// which there was no room when it came.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kept {
-    /// It was not preempted, or nobody keeps what it left.
+    /// Neither, or nobody keeps what it left.
     Nowhere,
     /// Nobody was asked for it yet.
     Perhaps,

@@ -371,6 +371,54 @@ fn a_preempted_sequence_of_which_nobody_keeps_anything_is_computed() {
     assert!(rig.engine.take_returning().is_empty() && rig.engine.idle());
 }
 
+/// A prefix that has no room when its prompt comes is fetched when there is, and not computed.
+#[test]
+fn a_prompt_whose_prefix_had_no_room_asks_for_it_when_there_is() {
+    for kept in [true, false] {
+        let mut rig = Rig::new(LIMITS, 10);
+        let mut first = sharing(Start::Compute, 16, 14);
+        first.tokens.iter_mut().for_each(|token| *token += 100);
+        let first = rig.engine.submit(first).unwrap();
+        rig.step();
+        let new = NewSequence { request_id: RequestId("second".into()), ..sharing(Start::Compute, 30, 2) };
+        let prefix = Exchange {
+            request_id: new.request_id.clone(),
+            tokens: new.tokens[..29].to_vec(),
+            prefix: new.prefix.unwrap(),
+            deadline: Time(0).after_ms(100),
+        };
+        let refused = rig.engine.fetch(prefix.clone(), &mut rig.events);
+        assert!(matches!(refused, Err(EngineError::NoRoom { .. })), "{refused:?}");
+        rig.engine.asks_later(new.request_id.clone());
+        let second = rig.engine.submit(new).unwrap();
+        while rig.tokens_of(first).len() < 14 {
+            assert!(rig.engine.take_returning().is_empty(), "there is no room for it");
+            rig.step();
+        }
+        assert_eq!(rig.step(), [], "it asks first");
+        let [wanted] = &rig.engine.take_returning()[..] else { panic!("it lacks its prefix") };
+        assert!(wanted.request_id == prefix.request_id && wanted.tokens.starts_with(&prefix.tokens));
+        if kept {
+            let fetches = rig.engine.fetch(prefix.clone(), &mut rig.events).unwrap();
+            assert_eq!(rig.step(), [], "it waits for what it asked for");
+            let mut from = Rig::new(LIMITS, 60);
+            let computes = NewSequence { tokens: prefix.tokens.clone(), ..sharing(Start::ComputeAndHold, 29, 1) };
+            let computes = from.engine.submit(computes).unwrap();
+            from.step();
+            from.step();
+            from.engine.release(computes).unwrap();
+            let serves = from.engine.serve(prefix).unwrap();
+            write(&from, serves, &mut rig, fetches);
+            assert_eq!(rig.engine.fetched(fetches), Ok(28));
+            assert_eq!(rig.step(), [(second.0, 2)], "only the rest is computed");
+        }
+        while rig.tokens_of(second).len() < 2 {
+            rig.step();
+        }
+        assert!(rig.engine.take_returning().is_empty() && rig.engine.idle());
+    }
+}
+
 /// I5: however many prefixes that begin alike are fetched after it came, and all in vain.
 #[test]
 fn a_prompt_waits_for_no_fetch_that_begins_later() {

@@ -15,7 +15,7 @@ mod held;
 
 use std::collections::BTreeMap;
 
-use baton_engine::{BlockTable, Engine, Event, Exchange as Prefix, HOLE};
+use baton_engine::{BlockTable, Engine, EngineError, Event, Exchange as Prefix, HOLE};
 use baton_types::{BlockId, SeqId, Time};
 
 use crate::submit::{Desk, clear};
@@ -65,8 +65,10 @@ pub enum Command {
 pub enum Effect {
     /// A sequence has ended, or was preempted, that leaves this prefix in the cache. Answered by [`Command::Save`], if the store lacks any of it.
     Offer(Box<Prefix>),
-    /// A sequence that was preempted could start again. Answered by [`Command::Load`], if the store holds any of this.
+    /// A sequence that was preempted, or whose prefix had no room, could start now. Answered by [`Command::Load`], if the store holds any of this.
     Returns(Box<Prefix>),
+    /// There is no room for a prefix yet. What of it is slow to read may be brought to host memory meanwhile.
+    Warm(Box<Prefix>),
     /// Copy the store's blocks into these, and verify them.
     Load(Box<Move>),
     /// Copy these blocks into the store.
@@ -126,7 +128,7 @@ impl Tiers {
         out: &mut Vec<Effect>,
     ) {
         match command {
-            Command::Load { prefix, seconds } => self.load(desk, *prefix, seconds, computes),
+            Command::Load { prefix, seconds } => self.load(desk, *prefix, seconds, computes, out),
             Command::Streams(seq) => {
                 if let Some(Part::Load(..)) = self.open.get(&seq) {
                     desk.engine.streams(seq);
@@ -148,18 +150,32 @@ impl Tiers {
         }
     }
 
-    fn load(&mut self, desk: Desk<'_>, prefix: Prefix, seconds: f64, computes: impl Fn(u32, u32) -> f64) {
+    fn load(
+        &mut self,
+        desk: Desk<'_>,
+        prefix: Prefix,
+        seconds: f64,
+        computes: impl Fn(u32, u32) -> f64,
+        out: &mut Vec<Effect>,
+    ) {
         let (here, moves) = (desk.engine.here(&prefix.prefix, &prefix.tokens), prefix.moves(desk.engine.block_size()));
         let known = computes(here, moves);
         // What is in the pool already is not loaded.
         let seconds = seconds * f64::from(moves.saturating_sub(here)) / f64::from(moves.max(1));
         let loads = self.open.values().filter(|part| !matches!(part, Part::Save)).count();
-        if desk.draining || loads >= MOST || (known > 0.0 && known <= seconds) {
+        if desk.draining || here == moves || (known > 0.0 && known <= seconds) {
             return;
         }
-        // Refused where all of it is here or on its way, or there are no blocks for it: the prompt is computed then.
-        if let Ok(seq) = desk.engine.fetch(prefix.clone(), desk.events) {
-            self.open.insert(seq, Part::Load(prefix, here));
+        let fetch = if loads < MOST { desk.engine.fetch(prefix.clone(), desk.events).map(Some) } else { Ok(None) };
+        match fetch {
+            Ok(Some(seq)) => drop(self.open.insert(seq, Part::Load(prefix, here))),
+            // Its prompt waits for room, too, and asks again when there is.
+            Ok(None) | Err(EngineError::NoRoom { .. }) => {
+                desk.engine.asks_later(prefix.request_id.clone());
+                out.push(Effect::Warm(Box::new(prefix)));
+            }
+            // It is on its way already, or can never be fetched.
+            Err(_) => {}
         }
     }
 

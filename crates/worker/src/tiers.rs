@@ -2,44 +2,42 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there; but a step may use a layer before the next ones are (I2).
 
 mod copier;
+mod expected;
+mod layered;
 mod loading;
 pub(crate) mod memory;
 mod pace;
 mod pins;
+mod threads;
 
 use std::collections::HashMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Eviction, Exchange as Prefix, NewSequence, Prefix as CacheKey};
-use baton_kv_store::{Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
+use baton_kv_store::{BlockKey, Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
 use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move, first_lacking, usable};
 use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
-use baton_types::{KvLayout, RequestId, SeqId, Time};
-use copier::Copier;
+use baton_types::{BlockId, KvLayout, RequestId, SeqId, Time};
+use expected::Expected;
 pub(crate) use loading::Loading;
-use memory::Memory;
-use metrics::{counter, gauge, histogram};
+use metrics::{counter, gauge};
 use pace::Paces;
 use pins::Pins;
+use threads::{Load, Parts};
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
-use crate::{Clock, Commands, Node, TiersConfig, WorkerConfig, engine_thread, stored};
+use crate::{Clock, Commands, Node, TiersConfig, WorkerConfig, stored};
 
 /// Fewest tokens that are loaded: less is computed about as soon.
 const LEAST: u32 = 64;
-/// Blocks that are asked for before the first of them is copied, so that a disk has enough to do.
-const AHEAD: usize = 32;
-/// Most blocks of a load that are in use in host memory at a time: half of what the store has in use at most, since others need some, too.
-const TOGETHER: usize = 2048;
 /// Threads for the disk.
-const DISK_THREADS: usize = 4;
+const DISK_THREADS: usize = 8;
 /// A load may take so many times longer than predicted, and so long at least: a prompt waits for it.
 const PATIENCE: f64 = 4.0;
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
@@ -58,6 +56,10 @@ pub(crate) struct TiersShell {
     block_bytes: usize,
     layout: KvLayout,
     pace: Arc<Paces>,
+    /// How long it takes to load what is asked for.
+    expected: Arc<Expected>,
+    /// Most blocks of a prefix that are brought to host memory before there is room for it in the pool.
+    warms: usize,
     loads: mpsc::Sender<Load>,
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way.
@@ -70,12 +72,6 @@ pub(crate) struct TiersShell {
     counted: Instant,
     /// Blocks that were not in a device's memory as they were stored.
     garbled: Arc<AtomicU64>,
-}
-
-struct Load {
-    what: Box<Move>,
-    loading: Arc<Loading>,
-    asked: Instant,
 }
 
 /// Checks the settings and opens the store; `None`: there is none.
@@ -181,41 +177,13 @@ impl TiersShell {
     ) -> Result<TiersShell, WorkerError> {
         stored::follow(&store, news)?;
         let slots = node.config.tiers.kv_host.0 / store.shape().stride() as u64;
-        let ahead = (slots / 4).clamp(1, AHEAD as u64) as usize;
-        let together = if by_layer { (slots as usize / 4).min(TOGETHER) } else { 0 };
         let layout = node.geometry.layout.clone();
         let garbled = Arc::<AtomicU64>::default();
-        // Each thread has a queue to the device of its own.
-        let copier = || -> Result<Copier, WorkerError> {
-            let (store, geometry) = (Arc::clone(&store), node.geometry.clone());
-            let (memory, garbled) = (Memory::of(&node.pool)?, Arc::clone(&garbled));
-            Ok(Copier { store, memory, geometry, ahead, together, failed: None, garbled })
-        };
-        let (mut loader, mut saver) = (copier()?, copier()?);
         let pace = Arc::new(Paces::new());
-        let (loads, to_load) = mpsc::channel::<Load>();
-        let (saves, to_save) = mpsc::channel::<Box<Move>>();
-        let (paces, tell) = (Arc::clone(&pace), commands.clone());
-        // If the engine is gone, there are no blocks to free.
-        std::thread::Builder::new().name("kv-load".to_owned()).spawn(move || {
-            for Load { what, loading, asked } in to_load {
-                let streams = || drop(tell.post(engine_thread::Message::Tiers(Command::Streams(what.seq))));
-                // Whatever happens, the engine hears of it: it would never get the blocks back.
-                let load = AssertUnwindSafe(|| loader.load(&what, &loading, &streams, &paces));
-                let lowest = catch_unwind(load).unwrap_or(None);
-                loading.end(lowest.is_some());
-                if let Some(tier) = lowest {
-                    histogram!(names::TIER_LOAD_SECONDS, "tier" => tier.as_str()).record(asked.elapsed().as_secs_f64());
-                }
-                let _ = tell.post(engine_thread::Message::Tiers(Command::Loaded(what.seq, lowest.is_some())));
-            }
-        })?;
-        std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
-            for what in to_save {
-                let _ = catch_unwind(AssertUnwindSafe(|| saver.save(&what)));
-                let _ = commands.post(engine_thread::Message::Tiers(Command::Saved(what.seq)));
-            }
-        })?;
+        let parts = Parts { store: &store, node, slots: slots as usize, by_layer, garbled: &garbled, pace: &pace };
+        let loads = threads::start_loads(&parts, &commands)?;
+        let saves = threads::start_saves(&parts, commands)?;
+        let expected = Arc::new(Expected::new(pace.usual(lowest(store.limit_bytes()))));
         let block_bytes = store.shape().data_bytes();
         // A quarter of the slots is left for what comes and goes.
         let most = (slots * u64::from(node.config.max_kept_percent) / 100).min(slots - slots / 4);
@@ -228,6 +196,8 @@ impl TiersShell {
             block_bytes,
             layout,
             pace,
+            expected,
+            warms: slots as usize / 8,
             loads,
             saves,
             loading,
@@ -238,11 +208,11 @@ impl TiersShell {
         })
     }
 
-    /// Tells how many seconds a token takes to load: from the lowest tier, since most blocks are there.
+    /// Tells how many seconds a token takes to load: as what was asked for lately.
     pub fn load_seconds(&self) -> impl Fn() -> f64 + Send + Sync + use<> {
-        let (pace, lowest) = (Arc::clone(&self.pace), lowest(self.store.limit_bytes()));
+        let expected = Arc::clone(&self.expected);
         let token_bytes = self.block_bytes as f64 / f64::from(self.layout.block_size);
-        move || pace.of(lowest) * token_bytes / 1e9
+        move || expected.nanos() * token_bytes / 1e9
     }
 
     /// What to load for a prompt that comes next.
@@ -266,9 +236,15 @@ impl TiersShell {
         if (blocks as u32) * size < LEAST {
             return None;
         }
-        let nanos = |(tier, _): &(Tier, u32)| self.pace.of(*tier);
-        let seconds = held.iter().take(blocks).map(nanos).sum::<f64>() * self.block_bytes as f64 / 1e9;
-        let patience = Duration::try_from_secs_f64(seconds * PATIENCE).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
+        let takes = |pace: &dyn Fn(Tier) -> f64| held.iter().take(blocks).map(|(tier, _)| pace(*tier)).sum::<f64>();
+        let nanos = takes(&|tier| self.pace.of(tier));
+        self.expected.found(nanos / blocks as f64);
+        let of_bytes = |nanos: f64| nanos * self.block_bytes as f64 / 1e9;
+        // Those under way go before it, several at a time.
+        let before = self.loading.values().map(|loading| loading.seconds).sum::<f64>() / threads::LOADERS as f64;
+        let most = (of_bytes(takes(&|tier| self.pace.usual(tier))) + before) * PATIENCE;
+        let patience = Duration::try_from_secs_f64(most).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
+        let seconds = of_bytes(nanos);
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
         let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
         let prefix = Prefix { request_id: request_id.clone(), tokens, prefix, deadline };
@@ -280,8 +256,11 @@ impl TiersShell {
         match effect {
             Effect::Offer(prefix) => return self.lacks(&prefix).map(|first| Command::Save(prefix, first)),
             Effect::Returns(prefix) => return self.sees_prefix(&prefix),
+            Effect::Warm(prefix) => self.warm(&prefix),
             Effect::Load(what) => {
-                let (seq, loading) = (what.seq, Arc::<Loading>::default());
+                let bytes = what.blocks.first().map_or(0, Vec::len) * self.block_bytes;
+                let loading = Arc::new(Loading::of(self.expected.nanos() * bytes as f64 / 1e9));
+                let seq = what.seq;
                 self.loading.insert(seq, Arc::clone(&loading));
                 let load = Load { what, loading, asked: Instant::now() };
                 return self.loads.send(load).err().map(|_| Command::Loaded(seq, false));
@@ -303,6 +282,19 @@ impl TiersShell {
             }
         }
         None
+    }
+
+    /// Brings what of a prefix is not in host memory there, as far as it does not drive out too much. A block that is got and dropped is read all the same.
+    fn warm(&self, prefix: &Prefix) {
+        let names = self.names(prefix);
+        let below = self.store.held_groups(&names).into_iter().map(|(tier, groups)| (tier != Tier::Host, groups));
+        let seats = vec![vec![BlockId(0); names.len()]; self.layout.groups.len()];
+        let all = Move { seq: SeqId(0), prefix: prefix.clone(), first: 0, blocks: seats };
+        let blocks = all.copies(self.store.shape().block_size()).into_iter().zip(below);
+        for (block, (_, groups)) in blocks.filter(|(_, (below, _))| *below).take(self.warms) {
+            let (name, parent, tokens) = (block.name, block.parent, block.tokens.into());
+            drop(self.store.get(BlockKey { name, parent, tokens, groups }));
+        }
     }
 
     /// A load whose layers a step waits for.

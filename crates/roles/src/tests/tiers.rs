@@ -282,6 +282,35 @@ fn what_is_sooner_computed_is_not_loaded() {
     }
 }
 
+/// A prefix that there is no room for is brought nearer, and its prompt asks for it again before it is computed.
+#[test]
+fn what_has_no_room_is_warmed_and_asked_for_again() {
+    let mut rig = rig();
+    let mut loads = Vec::new();
+    // As many as may run.
+    for at in 0..2 {
+        let tokens = (100 * at + 100..100 * at + 101 + BLOCK).collect();
+        let prefix = Box::new(Prefix { request_id: RequestId(format!("other {at}")), tokens, ..*prefix() });
+        let effects = give(&mut rig, Command::Load { prefix, seconds: 0.0 });
+        let [Effect::Load(what)] = &effects[..] else { panic!("{effects:?}") };
+        loads.push(what.seq);
+    }
+    assert_eq!(give(&mut rig, Command::Load { prefix: prefix(), seconds: 0.1 }), [Effect::Warm(prefix())]);
+    prompt(&mut rig);
+    // One of the others has ended meanwhile.
+    give(&mut rig, Command::Loaded(loads[0], false));
+    rig.input(Input::Turn);
+    let effects = std::mem::take(&mut rig.tiered);
+    let [Effect::Returns(wanted)] = &effects[..] else { panic!("{effects:?}") };
+    assert_eq!((&wanted.request_id, &wanted.tokens), (&prefix().request_id, &prefix().tokens));
+    let what = load(&mut rig).unwrap();
+    rig.input(Input::Turn);
+    assert_eq!(rig.core.engine().steps(), 0, "it waits for it");
+    give(&mut rig, Command::Loaded(what.seq, true));
+    finish(&mut rig);
+    assert_eq!(cached(&rig), Some(2 * BLOCK));
+}
+
 /// I3: its blocks stay aside until the store's thread has read them.
 #[test]
 fn a_save_that_takes_too_long_keeps_its_blocks_aside() {

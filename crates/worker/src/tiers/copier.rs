@@ -15,15 +15,13 @@ use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
+use super::layered::{Layered, Turn};
 use super::loading::Loading;
 use super::memory::{Memory, Written, fill, read, verify};
 use super::pace::Paces;
 
 /// How long a block is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
-/// A load that is copied layer by layer can fail a request where another one would only have had it computed. So after such a failure, nothing is
-/// copied that way for this long.
-const CAUTIOUS: Duration = Duration::from_secs(60);
 /// Bytes of a layer that a device is given at a time.
 const STAGED: usize = 1 << 20;
 
@@ -39,8 +37,8 @@ pub(super) struct Copier {
     pub ahead: usize,
     /// Most blocks of a load that are copied layer by layer: all of them need a slot of host memory at a time.
     pub together: usize,
-    /// When the last such load failed, if no later one has succeeded.
-    pub failed: Option<Instant>,
+    /// Who copies layer by layer.
+    pub layered: Arc<Layered>,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
 }
@@ -57,13 +55,19 @@ impl Copier {
     /// Copies blocks into the pool, and returns the lowest tier that any came from. `None`: not all of them are there, and none may be used.
     /// Calls `streams` once all of them are in host memory, if they are copied layer by layer from then on.
     pub fn load(&mut self, what: &Move, loading: &Loading, streams: &dyn Fn(), paces: &Paces) -> Option<Tier> {
+        if loading.is_given_up() {
+            return None;
+        }
         let (mut written, begun) = (Vec::new(), Instant::now());
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
         let bytes = keys.len() * self.store.shape().data_bytes();
-        let loads = AssertUnwindSafe(|| match self.together(&keys, loading, paces) {
-            Some((all, lowest)) => {
+        let few = !keys.is_empty() && keys.len() <= self.together;
+        let turn = few.then(|| self.layered.begin()).flatten();
+        let loads = AssertUnwindSafe(|| match turn {
+            Some(turn) => {
+                let (all, lowest) = self.together(keys, loading, paces)?;
                 streams();
-                self.load_layers(all, loading, paces).then_some(lowest)
+                self.load_layers(all, loading, paces, turn).then_some(lowest)
             }
             None => self.load_blocks(keys, loading, paces, &mut written),
         });
@@ -78,20 +82,16 @@ impl Copier {
         })
     }
 
-    /// All blocks of a load in host memory, if they are to be copied layer by layer, and the lowest tier that any came from.
+    /// All blocks of a load in host memory, and the lowest tier that any came from. `None`: not all of them are there.
     fn together(
         &mut self,
-        keys: &[(BlockKey, Vec<BlockId>)],
+        keys: Vec<(BlockKey, Vec<BlockId>)>,
         loading: &Loading,
         paces: &Paces,
     ) -> Option<(Vec<Here>, Tier)> {
-        let failed = self.failed.is_some_and(|failed| failed.elapsed() < CAUTIOUS);
-        if keys.is_empty() || keys.len() > self.together || failed {
-            return None;
-        }
         let (mut all, on_host) = (Vec::with_capacity(keys.len()), matches!(self.memory, Memory::Host(_)));
         let bytes = self.store.shape().data_bytes();
-        let lowest = self.gather(keys.iter().cloned(), loading, paces, |_, reading, blocks, begun| {
+        let lowest = self.gather(keys.into_iter(), loading, paces, |_, reading, blocks, begun| {
             let tier = reading.tier();
             if on_host && tier != Tier::Host {
                 paces.follow(tier, begun.elapsed(), bytes);
@@ -160,16 +160,16 @@ impl Copier {
     }
 
     /// Copies one layer of all blocks after the other, each verified before the next. False: it cannot be used.
-    fn load_layers(&mut self, mut all: Vec<Here>, loading: &Loading, paces: &Paces) -> bool {
+    fn load_layers(&mut self, mut all: Vec<Here>, loading: &Loading, paces: &Paces, mut turn: Turn) -> bool {
         let (begun, bytes) = (Instant::now(), all.len() * self.store.shape().data_bytes());
         // Until it has succeeded.
-        self.failed = Some(begun);
+        turn.fails = true;
         let mut written = Vec::new();
         for layer in 0..self.geometry.layout.layers() as u32 {
             let Some(at) = self.geometry.layout.locate(layer) else { return false };
             for some in all.chunks_mut((STAGED / self.geometry.layout.block_bytes(at.0)).max(1)) {
                 if loading.is_given_up() {
-                    self.failed = None;
+                    turn.fails = false;
                     return false;
                 }
                 if !self.copy_in(some, Some(at), &mut written) {
@@ -182,7 +182,7 @@ impl Copier {
             written.clear();
             loading.reach(layer + 1);
         }
-        self.failed = None;
+        turn.fails = false;
         if matches!(self.memory, Memory::Host(_)) {
             paces.follow(Tier::Host, begun.elapsed(), bytes);
         }

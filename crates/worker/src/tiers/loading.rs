@@ -6,6 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 /// A load under way.
 #[derive(Debug, Default)]
 pub(crate) struct Loading {
+    /// Seconds that it is expected to take once it has begun.
+    pub(super) seconds: f64,
     given_up: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
@@ -20,6 +22,11 @@ struct Progress {
 }
 
 impl Loading {
+    /// A load that is expected to take so long.
+    pub fn of(seconds: f64) -> Loading {
+        Loading { seconds, ..Loading::default() }
+    }
+
     /// A load that is over and has brought nothing.
     pub fn none() -> Arc<Loading> {
         let loading = Loading::default();

@@ -9,6 +9,8 @@ use baton_transfer::conformance::{Broken, memory_over};
 use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Registrable, Segment};
 use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
 
+use super::copier::Copier;
+use super::memory::Memory;
 use super::*;
 
 const BLOCKS: u32 = 8;
@@ -51,7 +53,15 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
     unsafe { segment.write(0, &bytes) };
     let (memory, store) = (Memory::of(&pool(&segment)).unwrap(), Arc::clone(store));
     Pair {
-        copier: Copier { store, memory, geometry, ahead: 2, together: 0, failed: None, garbled: Arc::default() },
+        copier: Copier {
+            store,
+            memory,
+            geometry,
+            ahead: 2,
+            together: 0,
+            layered: Arc::default(),
+            garbled: Arc::default(),
+        },
         segment,
     }
 }
@@ -168,11 +178,10 @@ fn layers_are_told_of_in_order_and_once_they_are_verified() {
         let first = bytes(&to, 0, BlockId(2));
         assert!(first[..first.len() / 2].iter().all(|byte| *byte == 7));
         // The next ones are copied block by block for a while: they cannot fail a step.
-        assert!(to.copier.failed.is_some());
         copier(1, &store).copier.save(&blocks);
         assert!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()).is_some());
         assert_eq!(streamed.get(), 1);
-        to.copier.failed = None;
+        assert!(to.copier.layered.forget());
         assert!(to.copier.load(&wanted, &Loading::default(), &streams, &Paces::new()).is_some());
         assert_eq!(streamed.take(), 2);
         // Given up before the first: nothing is begun.
@@ -424,7 +433,7 @@ fn a_load_that_is_given_up_says_how_slow_the_tier_is_at_least() {
     });
     let least = 0.2 * 3e8 / shape.data_bytes() as f64;
     assert!(paces.of(Tier::Object) > least, "{} of {least}", paces.of(Tier::Object));
-    assert_eq!(paces.of(Tier::Host), 1.0);
+    assert!(paces.of(Tier::Host) < 0.1);
 }
 
 #[test]

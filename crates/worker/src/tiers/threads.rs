@@ -1,0 +1,113 @@
+//! The threads that copy blocks between the pool and the store. They end with the shell.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Instant;
+
+use baton_roles::tiers::{Command, Move};
+use baton_runtime::metrics as names;
+use baton_store::KvStore;
+use metrics::histogram;
+
+use super::copier::Copier;
+use super::layered::Layered;
+use super::loading::Loading;
+use super::memory::Memory;
+use super::pace::Paces;
+use crate::engine_thread::Message;
+use crate::error::WorkerError;
+use crate::{Commands, Node};
+
+/// Most threads that load, each one prefix at a time: what is in host memory does not wait for what is in an object store.
+pub(super) const LOADERS: usize = 4;
+/// Blocks that a thread asks for before the first of them is copied, so that a disk has enough to do.
+const AHEAD: usize = 32;
+/// Most blocks of a load that are in use in host memory at a time: half of what the store has in use at most, since others need some, too.
+const TOGETHER: usize = 2048;
+
+/// A load, and what the engine's thread sees of it.
+pub(super) struct Load {
+    pub what: Box<Move>,
+    pub loading: Arc<Loading>,
+    pub asked: Instant,
+}
+
+/// What the threads work with.
+pub(super) struct Parts<'a> {
+    pub store: &'a Arc<KvStore>,
+    pub node: &'a Node,
+    /// Blocks that there is host memory for. All loads together may use half of it at a time.
+    pub slots: usize,
+    /// A step can begin before all of its prefix is copied.
+    pub by_layer: bool,
+    pub garbled: &'a Arc<AtomicU64>,
+    pub pace: &'a Arc<Paces>,
+}
+
+impl Parts<'_> {
+    /// Each thread has a queue to the device of its own.
+    fn copier(&self, layered: &Arc<Layered>) -> Result<Copier, WorkerError> {
+        Ok(Copier {
+            store: Arc::clone(self.store),
+            memory: Memory::of(&self.node.pool)?,
+            geometry: self.node.geometry.clone(),
+            ahead: (self.slots / 4 / LOADERS).clamp(1, AHEAD),
+            together: if self.by_layer { (self.slots / 4).min(TOGETHER) } else { 0 },
+            layered: Arc::clone(layered),
+            garbled: Arc::clone(self.garbled),
+        })
+    }
+}
+
+/// Starts the threads that load.
+pub(super) fn start_loads<C: Send + 'static>(
+    parts: &Parts<'_>,
+    commands: &Commands<C>,
+) -> Result<mpsc::Sender<Load>, WorkerError> {
+    let (loads, to_load) = mpsc::channel::<Load>();
+    let (to_load, layered) = (Arc::new(Mutex::new(to_load)), Arc::default());
+    for number in 0..LOADERS.min(parts.slots / 8).max(1) {
+        let (mut loader, paces) = (parts.copier(&layered)?, Arc::clone(parts.pace));
+        let (to_load, tell) = (Arc::clone(&to_load), commands.clone());
+        let run = move || {
+            // The one that waits has the lock: another would wait for the same.
+            let next = || to_load.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
+            while let Some(load) = next() {
+                let (seq, whole) = (load.what.seq, load_one(&mut loader, load, &tell, &paces));
+                // If the engine is gone, there are no blocks to free.
+                let _ = tell.post(Message::Tiers(Command::Loaded(seq, whole)));
+            }
+        };
+        std::thread::Builder::new().name(format!("kv-load-{number}")).spawn(run)?;
+    }
+    Ok(loads)
+}
+
+/// Whatever happens, the engine hears of its end: it would never get the blocks back.
+fn load_one<C>(loader: &mut Copier, load: Load, tell: &Commands<C>, paces: &Paces) -> bool {
+    let Load { what, loading, asked } = load;
+    let streams = || drop(tell.post(Message::Tiers(Command::Streams(what.seq))));
+    let lowest = catch_unwind(AssertUnwindSafe(|| loader.load(&what, &loading, &streams, paces))).unwrap_or(None);
+    loading.end(lowest.is_some());
+    if let Some(tier) = lowest {
+        histogram!(names::TIER_LOAD_SECONDS, "tier" => tier.as_str()).record(asked.elapsed().as_secs_f64());
+    }
+    lowest.is_some()
+}
+
+/// Starts the thread that saves.
+pub(super) fn start_saves<C: Send + 'static>(
+    parts: &Parts<'_>,
+    commands: Commands<C>,
+) -> Result<mpsc::Sender<Box<Move>>, WorkerError> {
+    let (saves, to_save) = mpsc::channel::<Box<Move>>();
+    let mut saver = parts.copier(&Arc::default())?;
+    std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
+        for what in to_save {
+            let _ = catch_unwind(AssertUnwindSafe(|| saver.save(&what)));
+            let _ = commands.post(Message::Tiers(Command::Saved(what.seq)));
+        }
+    })?;
+    Ok(saves)
+}
