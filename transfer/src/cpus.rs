@@ -9,7 +9,17 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use baton_handoff::TransferError;
 use baton_types::Expects;
 
-/// CPUs by their numbers in the system. Empty: wherever the system lets the process run. As text: numbers and ranges, such as `0-3,8`.
+/// Most CPUs of which the two ends of a handoff have different ones, if none are named. Where there are more, the system finds a free one for each.
+const FEW: usize = 16;
+
+/// An end of handoffs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum End {
+    Receiver,
+    Sender,
+}
+
+/// CPUs by their numbers in the system. Empty: none are named. As text: numbers and ranges, such as `0-3,8`.
 ///
 /// Transfer threads copy and digest blocks. They are fastest on CPUs close to the memory of the pool and to the network card.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -47,6 +57,24 @@ impl Cpus {
             true => Ok(()),
             false => Err(TransferError::argument("cpus", format!("{self}, of which this process may use {allowed}"))),
         }
+    }
+
+    /// The CPUs that the threads of an end run on: those that are named here.
+    ///
+    /// If none are named and the process may use few, each end has every second one, the other end the others. So the sender copies on one CPU while
+    /// the receiver digests on another, also where they are two processes: the system sometimes queues both for one CPU.
+    pub(crate) fn of(&self, end: End) -> Result<Cpus, TransferError> {
+        self.check()?;
+        if !self.0.is_empty() {
+            return Ok(self.clone());
+        }
+        Ok(Cpus::allowed().map(|allowed| allowed.half(end)).unwrap_or_default())
+    }
+
+    /// Every second of them. Empty, for any, if there is only one, or if there are many.
+    fn half(&self, end: End) -> Cpus {
+        let few = (2..=FEW).contains(&self.0.len());
+        Cpus(self.0.iter().copied().skip(end as usize).step_by(2).filter(|_| few).collect())
     }
 
     /// Pins this thread to them. If the process has lost them since they were checked, the thread runs where it may.
@@ -119,6 +147,7 @@ mod tests {
     fn threads_stay_on_the_cpus_that_are_named_and_others_are_refused() {
         let mine = Cpus::allowed().unwrap();
         assert!(mine.check().is_ok() && Cpus::default().check().is_ok());
+        assert!([End::Receiver, End::Sender].iter().all(|end| mine.of(*end).unwrap() == mine));
         let foreign = Cpus([(0..).find(|cpu| !mine.0.contains(cpu)).unwrap()].into());
         let error = foreign.check().unwrap_err().to_string();
         assert!(error.contains(&format!("{foreign}, of which this process may use {mine}")), "{error}");
@@ -129,5 +158,18 @@ mod tests {
             assert_eq!(told.recv().unwrap(), one);
         }
         assert_eq!(Cpus::allowed().unwrap(), mine, "who starts such a thread is not moved");
+    }
+
+    #[test]
+    fn the_ends_of_a_handoff_have_different_cpus_where_there_are_few() {
+        let halves = |cpus: &str| {
+            let cpus: Cpus = cpus.parse().unwrap();
+            [End::Receiver, End::Sender].map(|end| cpus.half(end).to_string())
+        };
+        assert_eq!(halves("0-1"), ["0", "1"]);
+        assert_eq!(halves("3,5,8-10"), ["3,8,10", "5,9"]);
+        let any = ["", ""];
+        assert_eq!((halves("4"), halves("0-16")), (any.map(String::from), any.map(String::from)));
+        assert_ne!(halves("0-15"), any);
     }
 }

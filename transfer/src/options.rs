@@ -91,7 +91,7 @@ pub struct ReceiverOptions {
     pub tls: Option<Tls>,
     /// Folder for the unix socket, which peers on this machine have too. None: a name that only processes of this network namespace reach.
     pub sockets: Option<PathBuf>,
-    /// CPUs that its threads run on.
+    /// CPUs that its threads run on. If none are named and there are few, the two ends of a handoff have different ones.
     pub cpus: Cpus,
     /// Bounds on memory and time (I5).
     pub limits: TransferLimits,
@@ -122,7 +122,7 @@ pub struct SenderOptions {
     pub tcp_connections: usize,
     /// Folder where decode workers of this machine may have their unix sockets; see [`ReceiverOptions::sockets`].
     pub sockets: Option<PathBuf>,
-    /// CPUs that its threads run on.
+    /// CPUs that its threads run on. If none are named and there are few, the two ends of a handoff have different ones.
     pub cpus: Cpus,
     /// Bounds on memory and time (I5).
     pub limits: TransferLimits,

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use baton_handoff::{Descriptor, FenceState, Host, ReceiverEvent, ReceiverStats, TransferError};
 use baton_types::{BlockId, Epoch, random_u64};
 
+use crate::cpus::End;
 use crate::options::{ReceiverOptions, check_pool};
 use crate::unix::{PREFIX, this_folder, this_namespace};
 use crate::{tcp, threads, unix};
@@ -53,7 +54,7 @@ impl Receiver {
     /// Listens for prefill workers on TCP and on a unix socket.
     pub fn bind(options: ReceiverOptions, on_event: OnEvent) -> Result<Receiver, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
-        options.cpus.check()?;
+        let options = ReceiverOptions { cpus: options.cpus.of(End::Receiver)?, ..options };
         let tcp = tcp::listen(options.tcp)?;
         let address = tcp.local_addr().map_err(|e| TransferError::os("read the listening address", e))?;
         let advertised = advertised(&options, address)?;

@@ -16,6 +16,7 @@ use std::time::Instant;
 use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
 use baton_types::{BlockId, Epoch, WorkerId};
 
+use crate::cpus::End;
 use crate::options::{MAX_TCP_CONNECTIONS, SenderOptions, TransportChoice, UcxSettings, check_pool};
 use crate::threads::{self, Thread, lock};
 use crate::ucx::UcxEngine;
@@ -88,7 +89,7 @@ impl Sender {
     /// Connects to nobody yet. With [`TransportChoice::Ucx`], fails if the UCX library is missing.
     pub fn new(options: SenderOptions) -> Result<Sender, TransferError> {
         check_pool(&options.geometry, &options.pool)?;
-        options.cpus.check()?;
+        let options = SenderOptions { cpus: options.cpus.of(End::Sender)?, ..options };
         if !(1..=MAX_TCP_CONNECTIONS).contains(&options.tcp_connections) {
             let problem = format!("{}; it is 1 to {MAX_TCP_CONNECTIONS}", options.tcp_connections);
             return Err(TransferError::argument("tcp_connections", problem));

@@ -10,9 +10,8 @@ fn first() -> Option<Cpus> {
     (one != all).then_some(one)
 }
 
-#[test]
-fn sessions_run_on_the_cpus_that_are_named() {
-    let Some(one) = first() else { return };
+/// Where the sessions of a handoff run whose two ends are told these CPUs: the sender's, and the receiver's.
+fn sessions_of(cpus: &Cpus) -> [Cpus; 2] {
     let geometry = small();
     let (tell, received) = mpsc::channel();
     let options = ReceiverOptions {
@@ -24,7 +23,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
         ucx: UcxSettings::default(),
         tls: tls(),
         sockets: None,
-        cpus: one.clone(),
+        cpus: cpus.clone(),
         limits: TransferLimits::default(),
         verify: true,
     };
@@ -38,7 +37,7 @@ fn sessions_run_on_the_cpus_that_are_named() {
         tls: tls(),
         tcp_connections: connections(),
         sockets: None,
-        cpus: one.clone(),
+        cpus: cpus.clone(),
         limits: TransferLimits::default(),
         convert: None,
         verify: true,
@@ -53,7 +52,24 @@ fn sessions_run_on_the_cpus_that_are_named() {
     let done = move |outcome: Result<_, _>| drop(tell.send((outcome.is_ok(), Cpus::allowed().unwrap())));
     handoff.complete(Vec::new(), Box::new(done));
     // Both callbacks run on their sessions' threads.
-    assert_eq!(sent.recv_timeout(PATIENCE).unwrap(), (true, one.clone()));
-    assert_eq!(received.recv_timeout(PATIENCE).unwrap(), one);
+    let (whole, sender_ran_on) = sent.recv_timeout(PATIENCE).unwrap();
+    assert!(whole);
+    [sender_ran_on, received.recv_timeout(PATIENCE).unwrap()]
+}
+
+#[test]
+fn sessions_run_on_the_cpus_that_are_named() {
+    let Some(one) = first() else { return };
+    assert_eq!(sessions_of(&one), [one.clone(), one.clone()]);
     assert_ne!(Cpus::allowed().unwrap(), one, "this thread is where it was");
+}
+
+#[test]
+fn the_two_ends_have_different_cpus_if_none_are_named_and_there_are_few() {
+    let [sender, receiver] = sessions_of(&Cpus::default());
+    let all = Cpus::allowed().unwrap();
+    match all.first(1) != all && all.first(16) == all {
+        true => assert!(sender.are_apart(&receiver) && sender.are_among(&all) && receiver.are_among(&all)),
+        false => assert_eq!([&sender, &receiver], [&all, &all]),
+    }
 }
