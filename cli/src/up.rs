@@ -69,7 +69,8 @@ baton_runtime::config! {
         attention_window: Option<u32> = None,
         /// With an attention window: number of first tokens that stay visible, rounded up to whole blocks; 0: none.
         attention_sinks: u32 = 4,
-        /// Host memory of all workers together for KV that their pools have no room for, each an equal part; 0B: none (docs/kv-store.md).
+        /// Host memory of all workers together for KV that their pools have no room for, each an equal part; 0B: none (docs/kv-store.md). A worker that
+        /// `baton scale` adds has as much as one of the first.
         kv_host: Bytes = Bytes(0),
         /// Folder for KV that host memory has no room for, on a local disk; each worker has a folder of its own in it. The next `baton up` finds
         /// the KV there. Needs kv_host.
@@ -82,6 +83,8 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object, of all workers together, each an equal part.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// Only blocks that were asked for so often are written to kv_disk and kv_object (see baton decode --help).
+        kv_min_uses: u32 = 1,
         /// File with a secret from which the names follow by which the processes speak of KV (see baton decode --help); default: the file secret
         /// in kv_disk, which is made if it is not there; without kv_disk none.
         kv_secret_file: Option<PathBuf> = None,
@@ -363,7 +366,8 @@ fn worker_args(
 fn kv_parts(config: &UpConfig) -> impl Iterator<Item = String> + use<> {
     let part = |all: Bytes| Bytes(all.0 / u64::from(config.prefill + config.decode + config.kv_stores).max(1));
     let [host, disk, object] = [config.kv_host, config.kv_disk_size, config.kv_object_size].map(part);
-    [flag("kv-host", host), flag("kv-disk-size", disk), flag("kv-object-size", object)].into_iter().flatten()
+    let sizes = [flag("kv-host", host), flag("kv-disk-size", disk), flag("kv-object-size", object)];
+    sizes.into_iter().flatten().chain(flag("kv-min-uses", config.kv_min_uses))
 }
 
 fn kv_store_args(config: &UpConfig, registry: &str) -> Vec<String> {

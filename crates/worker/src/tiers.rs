@@ -76,7 +76,7 @@ pub(crate) struct TiersShell {
 
 /// Checks the settings and opens the store; `None`: there is none.
 pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, WorkerError> {
-    let TiersConfig { kv_host, kv_disk, kv_disk_size, kv_object, kv_object_size, .. } = &node.config.tiers;
+    let TiersConfig { kv_host, kv_disk, kv_disk_size, kv_object, kv_object_size, kv_min_uses, .. } = &node.config.tiers;
     if !node.config.keeps_kv() {
         return Ok(None);
     }
@@ -86,11 +86,14 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
     let must =
         format!("at least {least} bytes for blocks of this model; kv_disk and kv_object need some host memory, too");
     check(kv_host.0 >= least, "kv_host", kv_host, must)?;
+    let min_uses = u8::try_from(*kv_min_uses).unwrap_or(0);
+    check(min_uses >= 1, "kv_min_uses", *kv_min_uses, "1 to 255")?;
     let slots = u32::try_from(kv_host.0 / shape.stride() as u64).unwrap_or(u32::MAX);
     let disk = kv_disk.as_ref().map(|_| DiskConfig::of_size(kv_disk_size.0, &shape));
     let object = kv_object.as_ref().map(|_| ObjectConfig::of_size(kv_object_size.0, &shape));
     let config = StoreConfig {
         object: object.transpose().map_err(store_error)?,
+        min_uses,
         ..StoreConfig::new(shape, identity(node, backend), slots, disk.transpose().map_err(store_error)?)
     };
     let about = About {

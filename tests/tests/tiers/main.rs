@@ -94,6 +94,37 @@ fn what_the_pool_has_no_room_for_comes_back_from_host_memory() -> anyhow::Result
     cluster.stop()
 }
 
+/// The pool has room for two of them: the others are loaded when it has.
+#[test]
+fn prompts_that_come_together_are_all_loaded() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    for disk in [None, Some(folder.path())] {
+        let cluster = Cluster::start(options(model.path(), 200, disk)?)?;
+        let want = if disk.is_some() { all_on_disk(&cluster)? } else { all(&cluster)?.0 };
+        if disk.is_some() {
+            let worker = cluster.wait_for_worker(Role::Decode, |_| true)?;
+            cluster.signal(worker.pid, Signal::KILL)?;
+            cluster.wait_for_worker(Role::Decode, |again| again.member.id != worker.member.id)?;
+        }
+        let client = cluster.client()?;
+        let ask = |which: u64| {
+            let client = client.clone();
+            cluster.spawn(async move { client.ask(sampled(prompt(PROMPT, which), 6, which)).await })
+        };
+        let asked: Vec<_> = (0..PROMPTS).map(ask).collect();
+        let (mut got, mut cached) = (Vec::new(), Vec::new());
+        for answer in asked {
+            let answer = cluster.block_on(answer)??;
+            cached.push(answer.finish.as_ref().and_then(|f| f.usage).context("usage")?.cached_tokens);
+            got.push(answer.ids);
+        }
+        ensure!(got == want, "I1: {got:?} instead of {want:?}");
+        ensure!(cached.iter().all(|tokens| *tokens >= 320), "{cached:?} tokens need not be computed");
+        cluster.stop()?;
+    }
+    Ok(())
+}
+
 /// A prompt that is kept comes back after as much else as neither pool nor host memory has room for, another one does not.
 #[test]
 fn what_is_asked_to_be_kept_stays_in_host_memory() -> anyhow::Result<()> {

@@ -41,8 +41,8 @@ baton_runtime::config! {
         /// TCP connections to each decode worker (prefill workers), at most 16. More than one helps if each connection has a limit, or if a
         /// long path loses packets. Otherwise one is fastest.
         tcp_connections: usize = 1,
-        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: any. CPUs close to the network card and to the
-        /// pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
+        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: with up to 16 CPUs every second one for each of sending
+        /// and receiving, else any. CPUs close to the network card and to the pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
         /// A folder that all workers of this machine can write to, for unix sockets; default: none, and workers reach each other over shared
         /// memory, or from GPU to GPU, only within a network namespace. Pods need one on a volume of their node.
@@ -75,6 +75,9 @@ baton_runtime::config! {
         kv_object: Option<String> = None,
         /// Most space that KV takes in kv_object.
         kv_object_size: Bytes = Bytes::gib(100),
+        /// Only blocks that were asked for so often are written to kv_disk and kv_object. 1: all of them; 2 saves about three quarters of a chat
+        /// service's writes, and most conversations' second turn is computed.
+        kv_min_uses: u32 = 1,
         /// File with a secret of the cluster, 16 bytes or more, the same for all its processes: the names by which they speak of KV follow from
         /// it, so that who sees names cannot tell whose prompts they are. With another one, KV of before is not found. Default: no secret.
         kv_secret_file: Option<PathBuf> = None,
