@@ -10,6 +10,7 @@ mod command;
 pub mod config;
 mod connect;
 mod error;
+mod files;
 mod log_writer;
 pub mod metrics;
 mod parent;

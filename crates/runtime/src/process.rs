@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::admin::{AdminRoutes, AdminServer, Readiness};
 use crate::error::RuntimeError;
+use crate::files;
 use crate::shutdown::{Outcome, Shutdown};
 use crate::tasks::Tasks;
 use crate::telemetry::{self, LogFilter, LogFormat};
@@ -67,6 +68,7 @@ impl Process {
         routes: AdminRoutes,
     ) -> Result<Process, RuntimeError> {
         telemetry::init(role, &config.log, config.log_format);
+        files::allow_all();
         if let Some(endpoint) = &config.otlp_endpoint {
             traces::init(role, endpoint, config.otlp_sample)?;
         }
