@@ -142,7 +142,7 @@ pub enum Effect {
 /// Why a block was not taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Decline {
-    /// It is in host memory, or being filled.
+    /// It is in host memory or being filled, or it is elsewhere with more layer groups.
     Held,
     /// Every buffer is in use, or too many tickets are.
     Busy,

@@ -22,6 +22,10 @@ impl Index {
                 held[tier] += tiers(node)[tier];
             }
             pinned += u32::from(node.pinned);
+            if let Some(copy) = node.host.as_ref().filter(|copy| copy.block.key.groups != node.groups) {
+                let (held, here) = (node.groups, copy.block.key.groups);
+                return broken(format!("{name:?} has groups {here:#b} in host memory, by the index {held:#b}"));
+            }
             if tiers(node) == [0; TIERS] {
                 return broken(format!("{name:?} is in the index and in no tier"));
             }

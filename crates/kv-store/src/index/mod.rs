@@ -48,6 +48,7 @@ pub(crate) struct HostCopy {
 #[derive(Debug)]
 pub(crate) struct Node {
     pub parent: BlockName,
+    /// The layer groups that each of its copies has.
     pub groups: u32,
     pub usage: Usage,
     pub pinned: bool,

@@ -4,7 +4,7 @@ use baton_kv_cache::BlockName;
 use baton_types::Time;
 
 use super::{Flight, Store};
-use crate::{Block, Buffer, Effect, Head, Job, Place, Reason, Tier};
+use crate::{Block, Buffer, Effect, Head, Job, Place, Reason, StoreError, Tier};
 
 /// How long writes rest after one has failed; twice as long after each further failure.
 const FIRST_PAUSE_MS: u64 = 1000;
@@ -64,11 +64,7 @@ impl Store {
         }
         let Some(Flight::Write { block, place, buffer, old }) = self.flights.remove(&job) else { return };
         let name = block.key.name;
-        let wanted = match (self.index.get(name), old) {
-            (Some(node), Some(old)) => node.disk == Some(old),
-            (Some(node), None) => node.host.as_ref().is_some_and(|copy| copy.buffer == buffer && copy.writing),
-            (None, _) => false,
-        };
+        let wanted = self.wants_written(name, buffer, old);
         let now = self.now;
         if let Some(disk) = &mut self.disk {
             disk.writes -= 1;
@@ -93,6 +89,30 @@ impl Store {
             // What is in host memory is written once writes go on.
             self.look_at(name);
         }
+    }
+
+    /// Whether a write from this buffer, or of the block that was at `old`, is still of the block that the index has.
+    fn wants_written(&self, name: BlockName, buffer: Buffer, old: Option<Place>) -> bool {
+        self.index.get(name).is_some_and(|node| match old {
+            Some(old) => node.disk == Some(old),
+            None => node.host.as_ref().is_some_and(|copy| copy.buffer == buffer && copy.writing),
+        })
+    }
+
+    /// Checks that what is being written will be what the index says of it.
+    pub(super) fn check_writes(&self) -> Result<(), StoreError> {
+        for flight in self.flights.values() {
+            let Flight::Write { block, buffer, old, .. } = flight else { continue };
+            let (name, groups) = (block.key.name, block.key.groups);
+            let other = self.index.get(name).filter(|node| node.groups != groups);
+            if let Some(node) = other.filter(|_| self.wants_written(name, *buffer, *old)) {
+                let held = node.groups;
+                return Err(StoreError::Broken(format!(
+                    "{name:?} is written with {groups:#b}, by the index {held:#b}"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Points the index to where the block is now.

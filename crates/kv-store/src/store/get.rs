@@ -3,7 +3,8 @@
 use baton_kv_cache::BlockName;
 
 use super::{Flight, Source, Store, Waiting};
-use crate::{Block, BlockKey, Buffer, Effect, Expect, Job, Miss, ObjectName, Place, ReadError, Ticket, Tier};
+use crate::index::Node;
+use crate::{Block, BlockKey, Buffer, Effect, Expect, Job, Mismatch, Miss, ObjectName, Place, ReadError, Ticket, Tier};
 
 impl Store {
     pub(super) fn get(&mut self, ticket: Ticket, wanted: BlockKey) {
@@ -29,12 +30,14 @@ impl Store {
         }
         let from = match node.disk {
             Some(place) => Source::Disk(place),
-            None if self.reachable() => Source::Object,
+            None if self.reachable() => {
+                Source::Object(ObjectName { name: wanted.name, parent: node.parent, groups: node.groups })
+            }
             None => return Err(Miss::Failed),
         };
         let job = match self.reading.get(&wanted.name) {
             Some(job) => *job,
-            None => self.read_up(&wanted, from)?,
+            None => self.read_up(wanted.name, from)?,
         };
         if let Some(Flight::Get { tickets, .. }) = self.flights.get_mut(&job) {
             tickets.push(ticket);
@@ -44,25 +47,21 @@ impl Store {
     }
 
     /// Begins to bring a block into host memory.
-    fn read_up(&mut self, wanted: &BlockKey, from: Source) -> Result<Job, Miss> {
-        let name = wanted.name;
+    fn read_up(&mut self, name: BlockName, from: Source) -> Result<Job, Miss> {
         let fetches = self.objects.as_ref().map_or(0, |objects| objects.fetching);
         let most = self.config.limits.fetches;
-        let fetch = matches!(from, Source::Object);
+        let fetch = matches!(from, Source::Object(_));
         if (fetch && fetches >= most) || self.reading.len() - fetches as usize >= self.config.limits.reads as usize {
             return Err(Miss::Busy);
         }
         let buffer = self.buffer().ok_or(Miss::Busy)?;
-        let node = self.index.get(name).map(|node| (node.parent, node.groups));
         let job = self.fly(Flight::Get { name, from, buffer, tickets: Vec::new() });
         self.reading.insert(name, job);
         match from {
             Source::Disk(place) => self.read_record(job, place, buffer, name),
-            Source::Object => {
-                let (parent, groups) = node.unwrap_or((wanted.parent, wanted.groups));
+            Source::Object(object) => {
                 self.objects.iter_mut().for_each(|objects| objects.fetching += 1);
                 let expect = Expect { identity: self.config.identity, place: Place::NOWHERE, name };
-                let object = ObjectName { name, parent, groups };
                 self.effects.push_back(Effect::Fetch { job, object, into: buffer, expect });
             }
         }
@@ -77,7 +76,7 @@ impl Store {
         self.effects.push_back(Effect::Read { job, place, into, expect });
     }
 
-    pub(super) fn read(&mut self, job: Job, result: Result<Block, ReadError>) {
+    pub(super) fn read(&mut self, job: Job, mut result: Result<Block, ReadError>) {
         if !matches!(self.flights.get(&job), Some(Flight::Get { .. } | Flight::Move { .. })) {
             return;
         }
@@ -88,8 +87,12 @@ impl Store {
                         self.read_ended(name, place, &result);
                         Tier::Disk
                     }
-                    Source::Object => {
-                        self.fetch_ended(name, &result);
+                    Source::Object(object) => {
+                        // The index has only its name to go by.
+                        if result.as_ref().is_ok_and(|block| ObjectName::of(block) != object) {
+                            result = Err(ReadError::Mismatch(Mismatch::Groups));
+                        }
+                        self.fetch_ended(object, &result);
                         Tier::Object
                     }
                 };
@@ -121,7 +124,7 @@ impl Store {
     }
 
     /// Accounts for a fetch. An object that is not there, or is not what it should be, is forgotten. One that did not come may come later.
-    fn fetch_ended(&mut self, name: BlockName, result: &Result<Block, ReadError>) {
+    fn fetch_ended(&mut self, object: ObjectName, result: &Result<Block, ReadError>) {
         self.objects.iter_mut().for_each(|objects| objects.fetching -= 1);
         match result {
             Ok(_) => {
@@ -132,7 +135,10 @@ impl Store {
             Err(ReadError::Absent) => {}
             Err(ReadError::Mismatch(_)) => self.counters.verify_failures[Tier::Object as usize] += 1,
         }
-        self.drop_copy(name, Tier::Object);
+        let same = |node: &Node| (node.parent, node.groups) == (object.parent, object.groups);
+        if self.index.get(object.name).is_some_and(same) {
+            self.drop_copy(object.name, Tier::Object);
+        }
     }
 
     /// Hands a block that was read to those who wait for it.
@@ -187,7 +193,7 @@ impl Store {
         self.set_busy(name, buffer, uses > 1);
         if !verified {
             self.counters.verify_failures[Tier::Host as usize] += 1;
-            let same = |node: &crate::index::Node| node.host.as_ref().is_some_and(|copy| copy.buffer == buffer);
+            let same = |node: &Node| node.host.as_ref().is_some_and(|copy| copy.buffer == buffer);
             if self.index.get(name).is_some_and(same) {
                 self.drop_copy(name, Tier::Host);
             }

@@ -47,7 +47,7 @@ enum Waiting {
 #[derive(Clone, Copy, Debug)]
 enum Source {
     Disk(Place),
-    Object,
+    Object(ObjectName),
 }
 
 /// What the disk and the object store are doing.
@@ -249,6 +249,7 @@ impl Store {
         });
         let moving = self.disk.iter().flat_map(|disk| disk.moving.iter().copied());
         self.buffers.check(held.chain(waiting).chain(flights).chain(moving))?;
+        self.check_writes()?;
         let Some(disk) = &self.disk else { return Ok(()) };
         disk.segments.check(self.index.all().filter_map(|(name, node)| Some((name, node.disk?))))
     }

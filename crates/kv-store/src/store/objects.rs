@@ -336,7 +336,7 @@ impl Store {
             match flight {
                 Flight::Upload { object, .. } => drop(uploads.insert(*object)),
                 Flight::Remove { object } => drop(removals.insert(*object)),
-                Flight::Get { from: super::Source::Object, .. } => fetches += 1,
+                Flight::Get { from: super::Source::Object(_), .. } => fetches += 1,
                 _ => {}
             }
         }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use baton_kv_cache::BlockName;
+
 use super::{Store, Waiting};
 use crate::index::{HostCopy, Node, Usage};
 use crate::{Block, BlockKey, Buffer, Decline, Effect, Ticket, Tier};
@@ -29,16 +31,16 @@ impl Store {
             return Err(Decline::Held);
         }
         if let Some(node) = self.index.get(key.name) {
-            if node.host.is_some() && key.groups & !node.groups == 0 {
-                self.index.touch(key.name);
-                return Err(Decline::Held);
-            }
             if key.groups & !node.groups != 0 {
                 // It has more layer groups than what is stored, which it replaces.
                 if node.host.as_ref().is_some_and(|copy| copy.writing) {
                     return Err(Decline::Busy);
                 }
-                Tier::ALL.into_iter().for_each(|tier| self.drop_copy(key.name, tier));
+                self.drop_all(key.name);
+            } else if node.host.is_some() || key.groups != node.groups {
+                // All copies of a block have the same groups: one with fewer does not stand before one with more.
+                self.index.touch(key.name);
+                return Err(Decline::Held);
             }
         }
         self.buffer().ok_or(Decline::Busy)
@@ -56,13 +58,25 @@ impl Store {
         }
     }
 
+    fn drop_all(&mut self, name: BlockName) {
+        Tier::ALL.into_iter().for_each(|tier| self.drop_copy(name, tier));
+    }
+
     /// Enters the block in this buffer into the index. The buffer's use becomes that of the index.
     pub(super) fn keep(&mut self, block: Block, buffer: Buffer) {
         let (name, parent, groups) = (block.key.name, block.key.parent, block.key.groups);
-        // Of two copies the later one is dropped: somebody may be reading the other.
-        if self.index.get(name).is_some_and(|node| node.host.is_some()) {
-            self.buffers.release(buffer);
-            return;
+        if let Some(node) = self.index.get(name) {
+            // While this one was filled or read, another may have come, or was found on disk or among the objects. Of two with the same layer
+            // groups in host memory the later one is dropped: somebody may be reading the other. Else the one with more groups stays.
+            let (more, writing) = (groups & !node.groups != 0, node.host.as_ref().is_some_and(|copy| copy.writing));
+            let dropped = if more { writing } else { node.host.is_some() || groups != node.groups };
+            if dropped {
+                self.buffers.release(buffer);
+                return;
+            }
+            if more {
+                self.drop_all(name);
+            }
         }
         let copy = HostCopy { buffer, block, busy: false, writing: false };
         self.index.change(

@@ -73,8 +73,10 @@ impl Store {
         let (name, parent, groups) = (block.key.name, block.key.parent, block.key.groups);
         let known = self.index.get(name);
         let other = known.and_then(|node| node.disk);
+        // It has a copy elsewhere, which may have come since; all copies have the same layer groups.
+        let elsewhere = known.is_some_and(|node| node.host.is_some() || node.object);
         let differs = known.is_some_and(|node| (node.parent, node.groups) != (parent, groups));
-        if other.is_some_and(|other| other > place) || (differs && other.is_none()) {
+        if other.is_some_and(|other| other > place) || (differs && elsewhere) {
             self.counters.outdated += 1;
             return;
         }

@@ -2,5 +2,6 @@ mod bounds;
 mod crashes;
 mod disk;
 mod flow;
+mod groups;
 mod objects;
 mod rig;

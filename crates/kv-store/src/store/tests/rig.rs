@@ -243,13 +243,18 @@ impl Rig {
 
     /// Puts a block. True: it was taken.
     pub fn put(&mut self, number: u32) -> bool {
+        self.put_part(number, 0b11)
+    }
+
+    /// Puts these layer groups of a block.
+    pub fn put_part(&mut self, number: u32, groups: u32) -> bool {
         self.puts.insert(self.next + 1, number);
-        let key = key_of(number);
+        let key = BlockKey { groups, ..key_of(number) };
         self.feed(Input::Seen(vec![key.name]));
         let ticket = self.ask(|ticket| Input::Put(ticket, key));
         let taken = self.answers.remove(&ticket) == Some(Answer::Filled);
         if taken {
-            let digests: Arc<[u64]> = self.shape.digests(0b11, &data(&self.shape, number));
+            let digests: Arc<[u64]> = self.shape.digests(groups, &data(&self.shape, number));
             self.feed(Input::Filled(ticket, Some(digests)));
         }
         self.puts.remove(&ticket);
