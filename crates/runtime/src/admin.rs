@@ -29,8 +29,10 @@ use crate::places::{Place, Places, Seat, holding};
 use crate::shutdown::Shutdown;
 
 const UPKEEP: Duration = Duration::from_secs(5);
-/// Most connections. One more takes the place of one that asks nothing (I5).
+/// Most connections. One more takes the place of one that asks nothing (I5), and has asked nothing for this long: whoever opens thousands of them must
+/// not keep a probe waiting until the process is taken for dead.
 const CONNECTIONS: usize = 128;
+const GRACE: Duration = Duration::from_millis(100);
 /// Pause after accepting failed, for example because there were no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -116,7 +118,7 @@ impl AdminServer {
             .merge(routes.open)
             .merge(routes.guarded.layer(middleware::from_fn_with_state(Arc::new(Guard::new(addr, token_file)), guard)));
         let router = router.layer(middleware::from_fn(occupy)).into_make_service_with_connect_info::<Caller>();
-        let door = Door { listener, places: Places::new(CONNECTIONS) };
+        let door = Door { listener, places: Places::with_grace(CONNECTIONS, GRACE) };
         let server = tokio::spawn(async move {
             if let Err(error) = axum::serve(door, router).await {
                 tracing::error!(%error, "the admin endpoint ended");

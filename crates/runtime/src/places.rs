@@ -25,6 +25,8 @@ const MOST: usize = 1 << 24;
 #[derive(Debug)]
 pub struct Places {
     free: Arc<Semaphore>,
+    /// How long a connection may be without a request before it must make room.
+    grace: Duration,
     waiting: Mutex<Waiting>,
 }
 
@@ -89,8 +91,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Places {
     /// So many places, all of them free.
     pub fn new(count: usize) -> Arc<Places> {
+        Places::with_grace(count, GRACE)
+    }
+
+    /// The same for clients that are so near that a request comes, and an answer is read, within this time.
+    pub fn with_grace(count: usize, grace: Duration) -> Arc<Places> {
         let free = Arc::new(Semaphore::new(count.clamp(1, MOST)));
-        Arc::new(Places { free, waiting: Mutex::default() })
+        Arc::new(Places { free, grace, waiting: Mutex::default() })
     }
 
     /// Takes a place. While none is free, the first of those that wait for a request is told to make room.
@@ -116,15 +123,15 @@ impl Places {
     /// Tells the first that waits to end, if it has waited long enough; returns when to look again.
     fn make_room(&self) -> Duration {
         let mut waiting = lock(&self.waiting);
-        let Some(first) = waiting.seats.first_entry() else { return GRACE };
-        let left = GRACE.saturating_sub(first.get().0.elapsed());
+        let Some(first) = waiting.seats.first_entry() else { return self.grace };
+        let left = self.grace.saturating_sub(first.get().0.elapsed());
         if !left.is_zero() {
             return left;
         }
         let (_, leave) = first.remove();
         leave.asked.store(true, Ordering::Release);
         leave.waker.wake();
-        GRACE
+        self.grace
     }
 
     fn wait(&self, asked: bool, leave: &Arc<Leave>) -> Turn {
@@ -280,6 +287,17 @@ mod tests {
         drop(used.seat().occupy());
         assert!(late(&places, GRACE * 3 / 2).await.is_none());
         assert!(must_leave(&silent) && !must_leave(&used));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn near_clients_make_room_sooner() {
+        let near = GRACE / 10;
+        let places = Places::with_grace(1, near);
+        let silent = places.take().await;
+        assert!(late(&places, near / 2).await.is_none());
+        assert!(!must_leave(&silent));
+        assert!(late(&places, near).await.is_none());
+        assert!(must_leave(&silent));
     }
 
     #[tokio::test(start_paused = true)]
