@@ -2,7 +2,8 @@
 //!
 //! An allowance refills steadily and holds a minute's worth. Tokens are charged when they are known: a prompt when it is tokenised, an
 //! answer while it is made. So an allowance may fall below zero; then requests wait until it is above again, and nobody is charged for
-//! tokens that were only asked for.
+//! tokens that were only asked for. That is why this is no crate for rate limits: such a crate (`governor`) is asked before, for an amount that is
+//! known, and has nothing to owe.
 
 mod kept;
 
