@@ -1,6 +1,6 @@
 //! A store's settings.
 
-use crate::{Identity, ObjectConfig, Policy, Shape, StoreError};
+use crate::{Identity, MIN_SEGMENTS, ObjectConfig, Policy, Shape, StoreError};
 
 /// Bytes of a segment, if the disk has room for enough of them.
 const SEGMENT_BYTES: u64 = 64 << 20;
@@ -72,10 +72,10 @@ impl DiskConfig {
     /// As many segments as `bytes` have room for.
     pub fn of_size(bytes: u64, shape: &Shape) -> Result<DiskConfig, StoreError> {
         let stride = shape.stride() as u64;
-        let segment = SEGMENT_BYTES.min(bytes / u64::from(4 * crate::MIN_SEGMENTS)).max(stride);
+        let segment = SEGMENT_BYTES.min(bytes / u64::from(4 * MIN_SEGMENTS)).max(stride);
         let records = segment / stride;
         let segments = bytes / (records * stride);
-        if segments < u64::from(crate::MIN_SEGMENTS) {
+        if segments < u64::from(MIN_SEGMENTS) {
             return Err(StoreError::Setting { field: "disk size", value: bytes, must: "room for 8 blocks or more" });
         }
         let most = |count: u64| u32::try_from(count).unwrap_or(u32::MAX);
@@ -99,8 +99,11 @@ impl StoreConfig {
     pub fn check(&self) -> Result<(), StoreError> {
         let limits = &self.limits;
         let least = if self.disk.is_some() { MOVING + 2 } else { 1 };
+        let disk = self.disk.unwrap_or(DiskConfig { segments: MIN_SEGMENTS, records: 1 });
         for (field, value, least, must) in [
             ("buffers", self.buffers, least, "4 or more with a disk, else 1 or more"),
+            ("disk segments", disk.segments, MIN_SEGMENTS, "8 or more"),
+            ("records of a segment", disk.records, 1, "1 or more"),
             ("limit of tickets", limits.tickets, 1, "1 or more"),
             ("limit of reads", limits.reads, 1, "1 or more"),
             ("limit of writes", limits.writes, 1, "1 or more"),

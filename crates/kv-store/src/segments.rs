@@ -79,17 +79,12 @@ pub(crate) struct Segments {
 }
 
 impl Segments {
-    pub fn new(segments: u32, records: u32) -> Result<Segments, StoreError> {
-        if segments < MIN_SEGMENTS {
-            return Err(StoreError::Setting { field: "disk segments", value: segments.into(), must: "8 or more" });
-        }
-        if records == 0 {
-            return Err(StoreError::Setting { field: "records of a segment", value: 0, must: "1 or more" });
-        }
+    /// Sizes are those that `StoreConfig::check` lets pass.
+    pub fn new(segments: u32, records: u32) -> Segments {
         let names = vec![None; records as usize];
         let segment = Segment { state: State::Unknown, generation: 0, next: 0, names, live: 0, writing: 0, reading: 0 };
         let all = vec![segment; segments as usize];
-        Ok(Segments { all, records, open: [None; 2], free: 0, unknown: segments, generation: 0, used: 0 })
+        Segments { all, records, open: [None; 2], free: 0, unknown: segments, generation: 0, used: 0 }
     }
 
     /// Most blocks that may be alive.
@@ -258,7 +253,7 @@ mod tests {
     use super::*;
 
     fn segments() -> Segments {
-        let mut segments = Segments::new(MIN_SEGMENTS, 2).unwrap();
+        let mut segments = Segments::new(MIN_SEGMENTS, 2);
         assert!(segments.append(Reason::Moved).is_none(), "nothing is written before all is known");
         (0..MIN_SEGMENTS).for_each(|at| assert_eq!(segments.scanned(at, None), at + 1 == MIN_SEGMENTS));
         segments

@@ -6,7 +6,8 @@
 //! - A get gives a [`Reading`] at once, if the block is in host memory; otherwise a [`Pending`], which can be polled, waited for and dropped.
 //! - Files are read and written past the page cache where the file system allows it ([`Files`]), by a few threads. Reads go first.
 //! - Objects are got and put by a thread of their own ([`Objects`]), many at once, each within a time limit.
-//! - Whatever goes wrong with the disk or the object store is a miss, counted and logged. It is never an error of a request.
+//! - Whatever goes wrong with the disk or the object store is a miss, counted and logged. It is never an error of a request. A disk that cannot be
+//!   opened is logged, and the store goes on without it.
 
 mod answers;
 mod bucket;

@@ -1,7 +1,7 @@
 //! The store as its users see it.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub struct Settings {
     /// What the core is told.
     pub config: StoreConfig,
-    /// The directory of the disk tier; needed if `config` has a disk.
+    /// The directory of the disk tier; needed if `config` has a disk. If it cannot be used, the store has no disk.
     pub directory: PathBuf,
     /// The object tier; needed if `config` has objects.
     pub objects: Option<Objects>,
@@ -72,11 +72,20 @@ pub struct KvStore {
 }
 
 impl KvStore {
-    /// Opens a store with its file. `wake` is called, on a thread of the store, when a [`Pending`] has an answer.
+    /// Opens a store with its file. `wake` is called, on a thread of the store, when a [`Pending`] has an answer. If the file system does not let it
+    /// make, read or write the file, as on a disk that is read-only, full or broken, it logs that and goes on without the disk.
+    ///
+    /// # Errors
+    /// The settings cannot work, another process uses the directory, or there is not enough memory or threads.
     pub fn open(settings: Settings, wake: Option<Wake>) -> Result<KvStore, OpenError> {
-        let Settings { config, directory, objects, threads, about } = settings;
-        let files =
-            config.disk.map(|size| Files::open(&directory, config.identity, &config.shape, size)).transpose()?;
+        let Settings { mut config, directory, objects, threads, about } = settings;
+        // What cannot work is refused, whatever the disk's state.
+        config.check()?;
+        let files = match config.disk {
+            Some(size) => opened(&directory, Files::open(&directory, config.identity, &config.shape, size))?,
+            None => None,
+        };
+        config.disk = config.disk.filter(|_| files.is_some());
         let objects = objects.map(|objects| objects.with_about(about.clone()));
         if let (Some(about), Some(size)) = (about, config.disk) {
             let (identity, stride) = (config.identity, config.shape.stride() as u64);
@@ -228,6 +237,26 @@ impl KvStore {
     /// Checks all accounts, in time linear in the blocks.
     pub fn check(&self) -> Result<(), OpenError> {
         Ok(self.shared.state().core.check()?)
+    }
+}
+
+/// The file, or none if the file system does not let it be used. That another process uses the directory stays an error: two workers were given the
+/// same one.
+fn opened(directory: &Path, files: Result<Files, OpenError>) -> Result<Option<Files>, OpenError> {
+    match files {
+        Ok(files) => Ok(Some(files)),
+        Err(OpenError::Directory { doing, path, cause }) => {
+            tracing::warn!(
+                directory = %directory.display(),
+                path = %path.display(),
+                doing,
+                error = %cause,
+                "the KV store cannot use its disk and goes on without it until this process starts again: KV is in host memory and the object \
+                 store only; see that the directory is mounted and may be written to"
+            );
+            Ok(None)
+        }
+        Err(error) => Err(error),
     }
 }
 

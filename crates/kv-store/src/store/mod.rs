@@ -104,18 +104,15 @@ impl Store {
     pub fn new(config: StoreConfig) -> Result<Store, StoreError> {
         config.check()?;
         let mut buffers = Buffers::new(config.buffers);
-        let disk = match config.disk {
-            Some(size) => Some(Disk {
-                segments: Segments::new(size.segments, size.records)?,
-                recovery: Recovery::new(size.segments),
-                reclaim: None,
-                pause: Pause::default(),
-                flush: Vec::new(),
-                moving: (0..MOVING).filter_map(|_| buffers.take()).collect(),
-                writes: 0,
-            }),
-            None => None,
-        };
+        let disk = config.disk.map(|size| Disk {
+            segments: Segments::new(size.segments, size.records),
+            recovery: Recovery::new(size.segments),
+            reclaim: None,
+            pause: Pause::default(),
+            flush: Vec::new(),
+            moving: (0..MOVING).filter_map(|_| buffers.take()).collect(),
+            writes: 0,
+        });
         let records = config.disk.map_or(0, |disk| u64::from(disk.segments) * u64::from(disk.records));
         let objects = config.object.map_or(0, |object| object.most);
         let blocks = records + objects + u64::from(config.buffers);

@@ -186,10 +186,10 @@ fn errors_without_a_number_are_errors_too() {
 }
 
 /// A file system of its own, unmounted at the end.
-struct Mounted(tempfile::TempDir);
+pub struct Mounted(pub tempfile::TempDir);
 
 impl Mounted {
-    fn new(kind: &str, options: &str) -> Option<Mounted> {
+    pub fn new(kind: &str, options: &str) -> Option<Mounted> {
         let directory = tempfile::tempdir().unwrap();
         let mut mount = std::process::Command::new("mount");
         mount.args(["-t", kind, "-o", options, "none"]).arg(directory.path());

@@ -109,17 +109,6 @@ fn a_directory_belongs_to_one_store() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_used_is_named() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("file");
-    fs::write(&path, "").unwrap();
-    let settings =
-        Settings { config: config(16), directory: path.join("store"), objects: None, threads: 1, about: None };
-    let error = KvStore::open(settings, None).err().unwrap().to_string();
-    assert!(error.contains("file/store") && error.contains("give a directory"), "{error}");
-}
-
-#[test]
 fn without_a_disk_there_is_host_memory() {
     let store = open(Path::new("/nowhere"), StoreConfig { disk: None, ..config(4) });
     put_all(&store, 0..6);

@@ -10,3 +10,4 @@ mod folder;
 mod killed;
 mod objects;
 mod sharing;
+mod unusable;
