@@ -13,7 +13,7 @@ pub struct Counters {
     pub missed: [u64; Miss::ALL.len()],
     /// Puts that were not taken.
     pub declined: [u64; Decline::ALL.len()],
-    /// Blocks whose bytes or head were not those that were stored, by tier (I2).
+    /// Blocks whose bytes or head were not those that were stored, by tier (I2); of the disk's also those found at the beginning.
     pub verify_failures: [u64; Tier::ALL.len()],
     /// Reads, writes and scans of the disk that failed.
     pub disk_errors: u64,
@@ -35,7 +35,7 @@ pub struct Counters {
     pub recovered: u64,
     /// Records found then that were replaced by others, of an earlier life of their segment, or of another identity.
     pub outdated: u64,
-    /// Heads found then that were damaged.
+    /// Heads found then that were damaged. They count as verify failures of the disk, too.
     pub damaged_heads: u64,
 }
 

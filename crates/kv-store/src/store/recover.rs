@@ -38,20 +38,20 @@ impl Store {
         let identity = self.config.identity;
         let Some(size) = self.config.disk else { return };
         self.counters.disk_errors += u64::from(heads.is_none());
-        let mut found: Vec<(Place, Block)> = Vec::new();
+        let (mut found, mut damaged) = (Vec::<(Place, Block)>::new(), 0);
         for (at, head) in heads.unwrap_or_default().into_iter().take(size.records as usize).enumerate() {
             match head {
                 Ok(head) if head.identity != identity => self.counters.outdated += 1,
-                Ok(head) if (head.place.segment, head.place.index as usize) != (segment, at) => {
-                    self.counters.damaged_heads += 1
-                }
+                Ok(head) if (head.place.segment, head.place.index as usize) != (segment, at) => damaged += 1,
                 Ok(head) => found.push((head.place, head.block)),
                 Err(Mismatch::Blank) => {}
                 // Of another shape, or of a version to come: nothing is damaged.
                 Err(Mismatch::Identity | Mismatch::Version(_)) => self.counters.outdated += 1,
-                Err(_) => self.counters.damaged_heads += 1,
+                Err(_) => damaged += 1,
             }
         }
+        self.counters.damaged_heads += damaged;
+        self.counters.verify_failures[Tier::Disk as usize] += damaged;
         let Some(disk) = &mut self.disk else { return };
         let latest = found.iter().map(|(place, _)| place.generation).max();
         let last = disk.segments.scanned(segment, latest);

@@ -178,6 +178,9 @@ fn a_flipped_byte_of_a_head_is_found_by_the_scan_or_by_the_read() {
         assert_eq!(rig.store.blocks(Tier::Disk), 0, "byte {at}");
         let counters = rig.store.counters();
         assert!(counters.damaged_heads + counters.outdated >= there.len() as u64, "byte {at}");
+        // Byte 9 is of the version: a head of another one is not damaged.
+        assert_eq!(counters.damaged_heads > 0, at != 9, "byte {at}");
+        assert_eq!(counters.verify_failures, [0, counters.damaged_heads, 0], "byte {at}");
         assert_eq!(rig.fetch(there[0]), Err(Miss::Absent));
     }
 }
