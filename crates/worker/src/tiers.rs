@@ -17,7 +17,9 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Eviction, Exchange as Prefix, NewSequence, Prefix as CacheKey};
-use baton_kv_store::{BlockKey, Counters, DiskConfig, Identity, ObjectConfig, Shape, StoreConfig, Tier, object_bytes};
+use baton_kv_store::{
+    BlockKey, Counters, DiskConfig, Identity, ObjectConfig, Reason, Shape, StoreConfig, Tier, object_bytes,
+};
 use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move, first_lacking, usable};
 use baton_runtime::metrics as names;
@@ -364,6 +366,7 @@ impl TiersShell {
         if garbled > 0 {
             counter!(names::TIER_VERIFY_FAILURES, "tier" => "device").absolute(garbled);
         }
+        counter!(names::TIER_MOVED_BYTES).absolute(counters.written_bytes[Reason::Moved as usize]);
         counter!(names::TIER_DISK_ERRORS).absolute(counters.disk_errors);
         counter!(names::TIER_OBJECT_ERRORS).absolute(counters.object_errors);
     }

@@ -61,6 +61,23 @@ fn on_disk(cluster: &Cluster) -> anyhow::Result<f64> {
 }
 
 /// A disk without room, one that was made read-only, and one that may not be written to any more cost no request; what follows is written again.
+/// A worker that is started while its disk is not there serves without it.
+#[test]
+fn a_disk_that_cannot_be_opened_costs_that_tier_only() -> anyhow::Result<()> {
+    let (model, folder) = (models::slow()?, tempfile::tempdir()?);
+    // The worker's folder cannot be made, by root neither.
+    std::fs::write(folder.path().join("decode-0"), "a file")?;
+    let cluster = Cluster::start(options(model.path(), 200, Some(folder.path()))?)?;
+    let (want, _) = all(&cluster)?;
+    let (got, cached) = all(&cluster)?;
+    ensure!(
+        got == want && cached.iter().all(|tokens| *tokens >= 320),
+        "{got:?} instead of {want:?}, cached {cached:?}"
+    );
+    ensure!(cluster.log().contains("the KV store cannot use its disk"), "{}", cluster.log());
+    cluster.stop()
+}
+
 #[test]
 fn a_disk_that_takes_no_writes_costs_no_request() -> anyhow::Result<()> {
     if !there() {

@@ -405,7 +405,7 @@ fn settings_that_cannot_work_are_refused() -> anyhow::Result<()> {
     for (args, field) in [
         (vec!["--kv-disk", "/tmp/x"], "kv_host"),
         (vec!["--kv-host", "100B"], "kv_host"),
-        (vec!["--kv-host", "1MiB", "--kv-disk", "/proc/nowhere"], "/proc/nowhere"),
+        (vec!["--kv-host", "1MiB", "--kv-min-uses", "0"], "kv_min_uses is 0; it must be 1 to 255"),
         (vec!["--kv-object", "file:///tmp/x"], "kv_host"),
         (vec!["--kv-host", "1MiB", "--kv-object", "gs://x"], "give s3://BUCKET/PREFIX or file:///DIRECTORY"),
         (vec!["--kv-host", "1MiB", "--kv-object", "file:///proc/nowhere"], "/proc/nowhere"),

@@ -130,6 +130,8 @@ metrics! {
             "stored blocks that were not as they were stored; they are computed";
         TIER_WRITTEN_BYTES: counter "baton_kv_tier_written_bytes_total" by "`tier`" of "workers",
             "bytes written to the store's disk, and uploaded to its object store";
+        TIER_MOVED_BYTES: counter "baton_kv_tier_moved_bytes_total" by "" of "workers",
+            "bytes among those written to the store's disk that were there before, and were written elsewhere to free their segment";
         TIER_DISK_ERRORS: counter "baton_kv_tier_disk_errors_total" by "" of "workers",
             "reads and writes of the store's disk that failed";
         TIER_OBJECT_ERRORS: counter "baton_kv_tier_object_errors_total" by "" of "workers",
