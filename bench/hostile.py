@@ -4,15 +4,20 @@
     bench/hostile.py --baton target/release/baton --tool target/release/examples/front_door [--only ATTACK,… | --streams 10000]
 
 The router has one core. Workers that compute nothing, the attackers and a steady load of good clients share another, so part of what the good
-clients lose is lost there; "other core" says how busy it is. Each attack runs as long as one load, after a load without it.
+clients lose is lost there; "other core" says how busy it is. Each attack runs as long as the loads of good clients. These go over HTTP, over one
+gRPC connection that is older than the attack, and over a new gRPC connection for each request. Beside them the admin port is asked for /health ten
+times a second, over a new connection each time and with a second of patience, as by Kubernetes.
+
+With --streams so many are begun, a tenth of which is not read. It takes six minutes at most and ends with the count of the tokens that were lost.
 """
 
 import argparse
 import asyncio
-import collections
 import fcntl
+import http.client
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -28,10 +33,14 @@ import time
 import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from attacks import ATTACKS, LEAST
 from compare import print_table, wait_until_idle
 from front_door import OTHER_CORE, ROUTER_CORE, Process, answers, core_times, free_port
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">I", 0)[1:] + b"\x04\x00" + bytes(4)
+# Seconds in which the streams of --streams begin, after which those begun first end, and after which one that has not ended has failed.
+BEGIN, ANSWER, PATIENCE = 40, 200, 300
+# Tokens of a stream come so many together, every two seconds.
+BURST = 16
 
 
 class Router:
@@ -60,19 +69,23 @@ class Router:
         self.workers.__exit__(*ended)
         self.router.__exit__(*ended)
 
-    def start_load(self, rate, seconds, tokens):
-        url = f"http://127.0.0.1:{self.http}"
+    def start_load(self, rate, tokens, *more, grpc=None):
+        """Starts good clients: so many requests a second. `grpc`: over a connection that is `kept`, or each over a `new` one."""
+        url = f"http://127.0.0.1:{self.grpc if grpc else self.http}"
         command = ["taskset", "-c", OTHER_CORE, self.options.tool, "load", "--url", url, "--model", self.model, "--prompt", "100"]
-        command += ["--rate", str(rate), "--seconds", str(seconds), "--tokens", str(tokens)]
+        command += ["--rate", str(rate), "--tokens", str(tokens), *more, *(["--grpc", grpc] if grpc else [])]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def load(self, rate, seconds, tokens):
-        return json.loads(self.start_load(rate, seconds, tokens).communicate()[0])
+        return result(self.start_load(rate, tokens, "--seconds", str(seconds)))
 
-    def memory(self):
-        """Resident bytes of the router."""
+    def memory(self, what="VmRSS"):
+        """Resident bytes of the router; with VmHWM the most it had since `forget_peak`."""
         status = pathlib.Path(f"/proc/{self.router.process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+        return int(re.search(what + r":\s+(\d+)", status)[1]) * 1024
+
+    def forget_peak(self):
+        pathlib.Path(f"/proc/{self.router.process.pid}/clear_refs").write_text("5")
 
     def running(self):
         """Answers in progress, as the router's own metrics say."""
@@ -81,221 +94,85 @@ class Router:
         return sum(int(float(n)) for n in re.findall(r"^baton_requests_in_flight(?:\{[^}]*\})? (\S+)$", text, re.M))
 
 
-def frame(kind, flags, stream, payload=b""):
-    """A frame of HTTP/2."""
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+class Probes:
+    """Asks for a page ten times a second, in a process of its own: the attackers keep this one busy."""
+
+    def __init__(self, url):
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.Process(target=probe, args=(url, theirs), daemon=True)
+        self.process.start()
+
+    def end(self):
+        """How many were answered, how many not, and the p99 of the milliseconds of the answered."""
+        self.pipe.send(None)
+        times, failed = self.pipe.recv()
+        self.process.join()
+        return len(times), failed, sorted(times)[int(len(times) * 0.99)] * 1e3 if times else math.nan
 
 
-def headers(path="/baton.v1.Inference/Generate"):
-    """The head of a gRPC call: literals that no table keeps."""
-    pairs = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "content-type": "application/grpc", "te": "trailers"}
-    text = lambda word: bytes([len(word)]) + word.encode()
-    return b"".join(b"\x00" + text(name) + text(value) for name, value in pairs.items())
-
-
-async def connect(port):
-    return await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 60)
-
-
-async def until_closed(reader, patience):
-    """Reads until the other side closes; the first bytes, and whether it did in time."""
-    got, ended = b"", False
-    try:
-        async with asyncio.timeout(patience):
-            while part := await reader.read(1 << 16):
-                got = (got + part)[:4096]
-            ended = True
-    except TimeoutError:
-        pass
-    except OSError:
-        ended = True
-    return got, ended
-
-
-async def many(count, attack):
-    """Runs an attack on so many connections at once; says how they ended."""
-    ends = collections.Counter()
-    async def one(number):
+def probe(url, pipe):
+    times, failed = [], 0
+    while not pipe.poll(0.1):
+        begun = time.monotonic()
         try:
-            ends[await attack(number)] += 1
-        except (OSError, TimeoutError) as error:
-            ends[type(error).__name__] += 1
-    await asyncio.gather(*(one(number) for number in range(count)))
-    return ", ".join(f"{count} {end}" for end, count in ends.most_common())
+            with urllib.request.urlopen(url, timeout=1) as page:
+                page.read()
+            times.append(time.monotonic() - begun)
+        except (OSError, http.client.HTTPException):
+            failed += 1
+    pipe.send((times, failed))
 
 
-def first_line(got):
-    return got.split(b"\r\n")[0].decode(errors="replace") if got.startswith(b"HTTP/1.1") else "closed"
+def result(load):
+    """What a load reports at its end."""
+    return json.loads(load.communicate()[0])
 
 
-async def slowloris(router, seconds):
-    """256 connections that send the head of a request a byte a second."""
-    async def attack(_):
-        reader, writer = await connect(router.http)
-        closed = asyncio.create_task(until_closed(reader, seconds))
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx: ")
-        for _ in range(int(seconds)):
-            if closed.done():
-                return "closed"
-            writer.write(b"a")
-            await asyncio.sleep(1)
-        closed.cancel()
-        return "open at the end"
-    return await many(256, attack)
+def at(load, what, share):
+    """A percentile of a load; a dash if nothing came."""
+    value = load[what][share]
+    return "-" if value is None else f"{value:.0f}"
 
 
-async def slow_bodies(router, seconds):
-    """256 connections that announce a body of 8 MB and send 100 bytes a second."""
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 8000000\r\n\r\n{"
-    async def attack(_):
-        reader, writer = await connect(router.http)
-        closed = asyncio.create_task(until_closed(reader, seconds))
-        writer.write(head)
-        for _ in range(int(seconds)):
-            if closed.done():
-                return first_line(closed.result()[0])
-            writer.write(b" " * 100)
-            await asyncio.sleep(1)
-        closed.cancel()
-        return "open at the end"
-    return await many(256, attack)
+def of(load):
+    return f"{load['requests'] - load['failed']} / {load['failed']}"
 
 
-async def header_bombs(router, seconds):
-    """Heads of 1 MB on 8 HTTP connections, of 4 MB in continuations on 8 gRPC connections, again and again."""
-    http = b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x%d: %s\r\n" % (n, b"a" * 100) for n in range(10_000)) + b"\r\n"
-    fields = b"".join(b"\x00\x04" + b"x%03d" % n + b"\x7f\x81\x01" + b"a" * 256 for n in range(61))
-    grpc = PREFACE + frame(1, 0, 1, headers()) + frame(9, 0, 1, fields) * 256
-    until = time.monotonic() + seconds
-    async def attack(number):
-        port, bomb, ends = (router.grpc, grpc, set()) if number % 2 else (router.http, http, set())
-        while time.monotonic() < until:
-            reader, writer = await connect(port)
-            writer.write(bomb)
-            got, ended = await until_closed(reader, 5)
-            ends.add(first_line(got) if ended else "open")
-            writer.close()
-        return f"{'gRPC' if number % 2 else 'HTTP'}: {' or '.join(sorted(ends))}"
-    return await many(16, attack)
-
-
-async def large_calls(router, seconds):
-    """Chats with a tool whose schema has 8 MB, on 8 connections, again and again."""
-    properties = {f"field{n}": {"type": "string"} for n in range(230_000)}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
-    body = json.dumps({"model": router.model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 64, "stream": True, "tools": [tool]})
-    body = body.encode().ljust(8 << 20)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    until, total = time.monotonic() + seconds, collections.Counter()
-    async def attack(_):
-        ends = set()
-        while time.monotonic() < until:
-            reader, writer = await connect(router.http)
-            writer.write(head + body)
-            got, _ = await until_closed(reader, 60)
-            ends.add(first_line(got))
-            total["sent"] += 1
-            writer.close()
-        return " or ".join(sorted(ends))
-    return f"{await many(8, attack)}; {total['sent'] / seconds:.1f} a second"
-
-
-async def silent(router, seconds):
-    """4,096 connections that send nothing to each of the four ports."""
-    ports = {"HTTP": router.http, "gRPC": router.grpc, "internal": router.internal, "admin": router.admin}
-    names = list(ports)
-    async def attack(number):
-        name = names[number % 4]
-        reader, _ = await connect(ports[name])
-        _, closed = await until_closed(reader, seconds)
-        return f"{name} {'closed' if closed else 'open at the end'}"
-    return await many(4 * 4096, attack)
-
-
-async def resets(router, seconds):
-    """16 gRPC connections that open calls and reset them at once (CVE-2023-44487)."""
-    until, total = time.monotonic() + seconds, collections.Counter()
-    async def attack(_):
-        while time.monotonic() < until:
-            reader, writer = await connect(router.grpc)
-            total["connections"] += 1
-            writer.write(PREFACE)
-            closed, stream = asyncio.create_task(until_closed(reader, seconds)), 1
-            while time.monotonic() < until and not closed.done():
-                batch = b"".join(frame(1, 4, s, headers()) + frame(3, 0, s, struct.pack(">I", 8)) for s in range(stream, stream + 200, 2))
-                stream, total["resets"] = stream + 200, total["resets"] + 100
-                writer.write(batch)
-                try:
-                    await asyncio.wait_for(writer.drain(), 5)
-                except (OSError, TimeoutError):
-                    break
-                await asyncio.sleep(0)
-            closed.cancel()
-            writer.close()
-        return "to the end"
-    await many(16, attack)
-    return f"{total['resets'] / seconds:,.0f} resets a second; closed {total['connections'] - 16} connections"
-
-
-async def malformed(router, seconds):
-    """16 clients that send to gRPC what is no frame, no message, a wrong length, what is compressed, of no call, of no service, HTTP/1.1."""
-    message = lambda payload, compressed=0: bytes([compressed]) + struct.pack(">I", len(payload)) + payload
-    call = PREFACE + frame(1, 4, 1, headers())
-    cases = [PREFACE + b"\xff" * 64, call + frame(0, 1, 1, message(b"\xff" * 4)), call + frame(0, 1, 1, b"\x00\xff\xff\xff\xff"),
-             call + frame(0, 1, 1, message(bytes(9), compressed=1)), PREFACE + frame(0, 1, 77, b"abc"),
-             PREFACE + frame(1, 4, 1, headers("/no.such/Call")), PREFACE + frame(1, 4, 2, headers()), b"GET / HTTP/1.1\r\n\r\n" * 4]
-    until, total = time.monotonic() + seconds, collections.Counter()
-    async def attack(_):
-        while time.monotonic() < until:
-            for case in cases:
-                reader, writer = await connect(router.grpc)
-                writer.write(case)
-                await until_closed(reader, 0.05)
-                writer.close()
-                total["sent"] += 1
-        return "to the end"
-    await many(16, attack)
-    return f"{total['sent'] / seconds:,.0f} connections a second"
-
-
-ATTACKS = {"slowloris": slowloris, "slow bodies": slow_bodies, "header bombs": header_bombs, "tools of 8 MB": large_calls,
-           "silent sockets": silent, "rapid resets": resets, "malformed gRPC": malformed}
-
-
-def percentiles(result):
-    at = lambda what, share: f"{result[what][share] or 0:.0f}"
-    return f"{at('first_ms', 'p50')} / {at('first_ms', 'p99')}", f"{at('last_ms', 'p99')}"
-
-
-async def attacked(router, attack, options):
-    """Attacks; the good clients come a second later. What came of it, their load, and the most memory that the router had."""
-    task = asyncio.create_task(attack(router, options.seconds + 1) if attack else asyncio.sleep(options.seconds + 1, ""))
+async def attacked(router, name, options):
+    """Attacks; what came of it, and the good clients, which come a second later but for those whose connection is kept."""
+    seconds = max(options.seconds, LEAST.get(name, 0))
+    lasting = lambda seconds: ("--seconds", str(seconds), "--patience", "60")
+    kept = router.start_load(options.rate / 2, 64, *lasting(seconds + 1), grpc="kept")
+    await asyncio.sleep(0.5)
+    task = asyncio.create_task(ATTACKS[name](router, seconds + 1) if name in ATTACKS else asyncio.sleep(seconds + 1, ""))
     await asyncio.sleep(1)
-    load, peak = router.start_load(options.rate, options.seconds, 64), 0
-    while not task.done():
-        peak = max(peak, router.memory())
-        await asyncio.sleep(0.1)
-    return task.result(), load, peak
+    loads = router.start_load(options.rate, 64, *lasting(seconds)), kept, router.start_load(options.rate / 2, 64, *lasting(seconds), grpc="new")
+    return await task, loads
 
 
 def attacks(options):
-    """Each attack beside a load of good clients; a row each."""
+    """Each attack beside good clients; a row each."""
     rows = []
     pace = ["--first-ms", "20", "--step-ms", "10", "--burst", "4"]
     for name in options.only or ["none", *ATTACKS]:
         with Router(options, pace) as router:
             router.load(50, 1, 64)
-            wait_until_idle(0.15, 60)
+            wait_until_idle(0.15, options.idle_patience)
+            router.forget_peak()
             before, other = router.memory(), core_times(OTHER_CORE)
-            answer, load, peak = asyncio.run(attacked(router, ATTACKS.get(name), options))
-            result = json.loads(load.communicate()[0])
+            probes = Probes(f"http://127.0.0.1:{router.admin}/health")
+            answer, loads = asyncio.run(attacked(router, name, options))
+            healthy, sick, late = probes.end()
+            good, kept, new = map(result, loads)
             busy, everything = (after - since for after, since in zip(core_times(OTHER_CORE), other))
+            peak = router.memory("VmHWM")
             time.sleep(2)
-            row = [name, answer, f"{result['requests'] - result['failed']} / {result['failed']}", *percentiles(result)]
+            row = [name, answer, of(good), f"{at(good, 'first_ms', 'p50')} / {at(good, 'first_ms', 'p99')}", at(good, "last_ms", "p99")]
+            row += [f"{of(load)}, {at(load, 'first_ms', 'p99')}" for load in (kept, new)] + [f"{healthy} / {sick}, {late:.0f}"]
             rows.append([*row, f"{before / 1e6:.0f} / {peak / 1e6:.0f}", str(router.running()), f"{busy / everything:.0%}"])
-            print(rows[-1], result["error"] or "", file=sys.stderr, flush=True)
-    print_table(["attack", "what came of it", "good clients: right / failed", "first token p50 / p99, ms", "end p99", "memory before / at most, MB",
-                 "running after", "other core"], rows)
+            print(rows[-1], *(load["error"] for load in (good, kept, new) if load["error"]), file=sys.stderr, flush=True)
+    print_table(["attack", "what came of it", "HTTP: right / failed", "first token p50 / p99, ms", "end p99", "gRPC, kept: right / failed, first token p99",
+                 "gRPC, new", "/health: right / failed, p99 ms", "memory before / at most, MB", "running after", "other core"], rows)
 
 
 async def stop_reading(router, count, tokens):
@@ -347,36 +224,64 @@ class Watch:
 
 
 def streams(options):
-    """Many streams at once, a tenth of which stop reading."""
+    """Many streams at once, a tenth of which is not read."""
     stalled = options.streams // 10
-    reading = options.streams - stalled
+    reading, tokens = options.streams - stalled, BURST * ANSWER // 2
     settings = ["--max-inflight", str(2 * options.streams), "--max-connections", str(2 * options.streams), "--send-timeout", "10s", "--request-timeout", "1h"]
-    # Tokens of a stream come 16 together, every 2 seconds.
-    with Router(options, ["--first-ms", "20", "--step-ms", "125", "--burst", "16"], *settings) as router:
+    with Router(options, ["--first-ms", "20", "--step-ms", str(2000 / BURST), "--burst", str(BURST)], *settings) as router:
         router.load(50, 1, 1)
-        before = router.memory()
-        tokens = 16 * 120
-        load = router.start_load(reading / 40, 40, tokens)
-        time.sleep(45)
-        held, memory = router.running(), router.memory()
-        print(f"{held} streams, {(memory - before) / max(held, 1) / 1024:.1f} KiB of the router's memory each", flush=True)
-        alone = [router.load(10, 5, 1)["first_ms"]["p99"] for _ in range(8)]
+        before, start = router.memory(), time.monotonic()
+        tell = lambda what: print(f"{time.monotonic() - start:.0f} s: {what}, {router.running()} in progress", file=sys.stderr, flush=True)
+        load = router.start_load(reading / BEGIN, tokens, "--count", str(reading), "--patience", str(PATIENCE))
+        while (held := router.running()) < reading and time.monotonic() < start + 1.5 * BEGIN:
+            tell("streams begin")
+            time.sleep(min(5, max(0.5, start + BEGIN - time.monotonic())))
+        memory = router.memory()
+        print(f"{held} of {reading} streams that are read, {(memory - before) / max(held, 1) / 1024:.1f} KiB of the router's memory each", flush=True)
+        alone, beside = [], []
+        first_tokens(router, lambda: len(alone) < 6, alone, tell, "new requests before")
         sockets = asyncio.run(stop_reading(router, stalled, 60_000))
-        most, begun, beside, watch = router.running(), time.monotonic(), [], Watch(router, sockets)
-        while watch.running() > most - stalled and time.monotonic() - begun < 240:
-            beside.append(router.load(10, 5, 1)["first_ms"]["p99"])
-        print(f"{most} streams, {stalled} of which are not read: back to {watch.running()} after {time.monotonic() - begun:.0f} s")
+        most, begun, watch = router.running(), time.monotonic(), Watch(router, sockets)
+        # Before the streams that are read end, too.
+        last = start + ANSWER - 10
+        first_tokens(router, lambda: watch.running() > most - stalled and time.monotonic() < last, beside, tell, "new requests beside the unread")
+        print(f"{most} of {options.streams} streams at once, {stalled} of which are not read: back to {watch.running()} after {time.monotonic() - begun:.0f} s")
         late = watch.end(most)
         print(f"a place came back {statistics.median(late):.0f} s (median) and at most {max(late):.0f} s after a client's system had taken its last byte")
         for when, told in ("meanwhile", beside), ("before", alone):
             print(f"first token of new requests {when}, p99 of a load of 5 s: {statistics.median(told):.0f} ms (median of {len(told)} loads), "
                   f"{max(told):.0f} ms (worst)")
-        print(f"memory: {router.memory() / 1e6:.0f} MB")
-        result = json.loads(load.communicate()[0])
-        print(f"of {result['requests']} streams that were read {result['failed']} failed; every one of {tokens} tokens came in the others")
-        pause = result["pause_ms"]
-        print(f"their longest pauses, where the workers' are 2,000 ms: p50 {pause['p50']:,.0f} ms, p99 {pause['p99']:,.0f} ms")
+        print(f"memory: {router.memory() / 1e6:.0f} MB", flush=True)
+        while load.poll() is None:
+            tell("streams end")
+            time.sleep(10)
+        lost(result(load))
         del sockets
+
+
+def first_tokens(router, more, told, tell, what):
+    """Adds the p99s of the first token of new requests, by loads of 5 s, while there is to be one more."""
+    while more():
+        tell(what)
+        told.append(router.load(10, 5, 1)["first_ms"]["p99"])
+
+
+def lost(load):
+    """Prints what became of the streams that were read."""
+    print(f"of {load['requests']} streams that were read {load['failed']} failed; of their {load['tokens']:,} tokens "
+          f"{load['tokens'] - load['tokens_came']:,} were lost")
+    if load["error"]:
+        print(f"the first that failed: {load['error'][:300]}")
+    print(f"longest pauses of the others, where the workers' are 2,000 ms: p50 {at(load, 'pause_ms', 'p50')} ms, p99 {at(load, 'pause_ms', 'p99')} ms")
+
+
+def allow_files(count):
+    """Lets this process, and each that it starts, have so many files and sockets open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(count, most),) * 2)
+    except (ValueError, OSError):
+        raise SystemExit(f"a process may have {most} files open, and needs {count}: raise the limit with `ulimit -Hn {count}`, as root")
 
 
 def main():
@@ -384,11 +289,13 @@ def main():
     parser.add_argument("--baton", required=True, help="the program to measure")
     parser.add_argument("--tool", required=True, help="the built example front_door")
     parser.add_argument("--only", type=lambda words: words.split(","), help=f"some of: none, {', '.join(ATTACKS)}; with commas")
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--rate", type=float, default=50, help="requests of good clients a second")
-    parser.add_argument("--streams", type=int, help="instead: so many streams at once, a tenth of which stop reading")
+    parser.add_argument("--seconds", type=float, default=20, help="of an attack; slow ones take longer than the router's limit of 10 s in any case")
+    parser.add_argument("--rate", type=float, default=50, help="requests of good clients a second over HTTP; over gRPC half as many by each way")
+    parser.add_argument("--idle-patience", type=float, default=60, help="seconds to wait for an idle machine")
+    parser.add_argument("--streams", type=int, help="instead: so many streams at once, a tenth of which is not read")
     options = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    # Each stream has a socket at the client's end and one in the router; 4,096 silent ones at four ports.
+    allow_files((options.streams or 4 * 4096) + 1024)
     os.sched_setaffinity(0, {int(OTHER_CORE)})
     streams(options) if options.streams else attacks(options)
 

@@ -1,6 +1,6 @@
 //! Sends requests at times that are fixed in advance, and reports how late their tokens come.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -8,10 +8,11 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::LocalSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::Arguments;
 use super::backend::number;
+use super::grpc::Grpc;
 
 /// Prompts of token ids that differ; requests take them in turn. Prompts of words never repeat.
 const PROMPTS: u64 = 64;
@@ -39,16 +40,23 @@ enum Prompts {
 }
 
 /// What the requests share.
-struct Load {
-    model: String,
+pub struct Load {
+    pub model: String,
     host: String,
+    /// How requests go, if not over HTTP.
+    grpc: Option<Grpc>,
     prompts: Prompts,
     /// Tokens of a prompt.
     prompt: u32,
     /// Makes the prompts of words differ from those of other loads.
     salt: u64,
     requests: Vec<Vec<u8>>,
-    tokens: u32,
+    /// Tokens of an answer.
+    pub tokens: u32,
+    /// After this long an answer that has not ended has failed.
+    patience: Duration,
+    /// Tokens that came, also of answers that failed.
+    pub came: Cell<u64>,
     /// Connections that wait for a request.
     idle: RefCell<Vec<TcpStream>>,
     /// Of each request; or why it failed.
@@ -57,19 +65,21 @@ struct Load {
 
 /// Times of a request, seconds.
 #[derive(Clone, Copy)]
-struct Times {
+pub struct Times {
     /// From when it was due to its first token.
-    first: f64,
+    pub first: f64,
     /// From when it was due to its end.
-    last: f64,
+    pub last: f64,
     /// The longest pause after its first token.
-    pause: f64,
+    pub pause: f64,
 }
 
 /// Plays the load and prints the figures as JSON.
 pub async fn run(arguments: &Arguments) {
     let host = arguments.must("url").strip_prefix("http://").expect("--url http://host:port").to_owned();
-    let (rate, seconds): (f64, f64) = (arguments.or("rate", 100.0), arguments.or("seconds", 10.0));
+    let (rate, count) = (arguments.or("rate", 100.0), arguments.or("count", u64::MAX));
+    let seconds = arguments.or("seconds", if count == u64::MAX { 10.0 } else { f64::INFINITY });
+    let patience = Duration::from_secs_f64(arguments.or("patience", 1e6));
     let (prompt, tokens) = (arguments.or("prompt", 1000u32), arguments.or("tokens", 64u32));
     let prompts = match (arguments.or("text", false), arguments.or("shared", -1.0)) {
         (false, ..0.0) => Prompts::Ids,
@@ -77,9 +87,13 @@ pub async fn run(arguments: &Arguments) {
         (_, shared) => Prompts::Words { shared },
     };
     let model = arguments.must("model").to_owned();
-    let (requests, idle, results) = (Vec::new(), RefCell::default(), RefCell::default());
+    let (requests, came, idle, results) = (Vec::new(), Cell::default(), RefCell::default(), RefCell::default());
     let salt = u64::from(std::process::id()) << 32;
-    let mut load = Load { model, host, prompts, prompt, salt, requests, tokens, idle, results };
+    let grpc = match arguments.or("grpc", String::new()).as_str() {
+        "" => None,
+        connections => Some(Grpc::connect(&host, connections).await),
+    };
+    let mut load = Load { model, host, grpc, prompts, prompt, salt, requests, tokens, patience, came, idle, results };
     load.requests = match prompts {
         Prompts::Words { .. } => Vec::new(),
         _ => (0..PROMPTS).map(|seed| load.body(seed)).collect(),
@@ -89,18 +103,18 @@ pub async fn run(arguments: &Arguments) {
     tasks
         .run_until(async {
             let begin = Instant::now() + Duration::from_millis(10);
-            let (mut at, mut count) = (0.0, 0);
-            while at < seconds {
+            let (mut at, mut begun) = (0.0, 0);
+            while at < seconds && begun < count {
                 sleep_until(begin + Duration::from_secs_f64(at)).await;
-                tokio::task::spawn_local(Rc::clone(&load).request(count, begin + Duration::from_secs_f64(at)));
+                tokio::task::spawn_local(Rc::clone(&load).request(begun, begin + Duration::from_secs_f64(at)));
                 // As from many clients that know nothing of each other: a Poisson process.
                 at -= uniform(&mut random).ln() / rate;
-                count += 1;
+                begun += 1;
             }
         })
         .await;
     tasks.await;
-    println!("{}", report(&load.results.borrow(), rate));
+    println!("{}", load.report(rate));
 }
 
 /// A number above 0 and up to 1 (SplitMix64).
@@ -113,15 +127,19 @@ fn uniform(state: &mut u64) -> f64 {
 }
 
 impl Load {
+    /// A prompt of token ids.
+    pub fn ids(&self, seed: u64) -> Vec<u32> {
+        let mut random = seed % PROMPTS + 1;
+        (0..self.prompt).map(|_| 32 + (uniform(&mut random) * 90.0) as u32).collect()
+    }
+
     /// The bytes of a request. Each seed has a prompt of its own.
     fn body(&self, seed: u64) -> Vec<u8> {
-        let mut random = seed + 1;
-        let ids = |random: &mut u64| (0..self.prompt).map(|_| 32 + (uniform(random) * 90.0) as u32).collect::<Vec<_>>();
         let prompt = match self.prompts {
-            Prompts::Ids => json!(ids(&mut random)),
-            Prompts::Digits => json!(ids(&mut random).iter().map(|id| format!("{id} ")).collect::<String>()),
+            Prompts::Ids => json!(self.ids(seed)),
+            Prompts::Digits => json!(self.ids(seed).iter().map(|id| format!("{id} ")).collect::<String>()),
             Prompts::Words { shared } => {
-                let (same, mut first) = ((f64::from(self.prompt) * shared) as u32, 0);
+                let (same, mut first, mut random) = ((f64::from(self.prompt) * shared) as u32, 0, seed + 1);
                 let word = |at| {
                     let random = if at < same { &mut first } else { &mut random };
                     WORDS[(uniform(random) * WORDS.len() as f64) as usize % WORDS.len()]
@@ -143,11 +161,20 @@ impl Load {
     }
 
     async fn request(self: Rc<Load>, number: u64, due: Instant) {
-        let result = self.answer(number, due).await.map_err(|error| error.to_string());
+        let mut text = Vec::with_capacity(16 << 10);
+        let answer = async {
+            match &self.grpc {
+                Some(grpc) => grpc.answer(&self, number, due).await,
+                None => self.answer(number, due, &mut text).await.map_err(|error| error.to_string()),
+            }
+        };
+        let ended = timeout_at(due + self.patience, answer).await;
+        let result = ended.unwrap_or_else(|_| Err(format!("no end after {:.0} s", self.patience.as_secs_f64())));
+        self.came.set(self.came.get() + letters(&String::from_utf8_lossy(&text)));
         self.results.borrow_mut().push(result);
     }
 
-    async fn answer(&self, count: u64, due: Instant) -> std::io::Result<Times> {
+    async fn answer(&self, count: u64, due: Instant, text: &mut Vec<u8>) -> std::io::Result<Times> {
         let idle = self.idle.borrow_mut().pop();
         let mut stream = match idle {
             Some(stream) => stream,
@@ -161,11 +188,11 @@ impl Load {
             Some(request) => stream.write_all(request).await?,
             None => stream.write_all(&self.body(self.salt ^ count)).await?,
         }
-        let (mut text, mut first, mut seen) = (Vec::with_capacity(16 << 10), None, 0);
+        let (mut first, mut seen) = (None, 0);
         let (mut before, mut pause) = (Instant::now(), 0f64);
         // The last chunk of the body has no bytes.
         while !text.ends_with(b"\r\n0\r\n\r\n") {
-            if stream.read_buf(&mut text).await? == 0 {
+            if stream.read_buf(text).await? == 0 {
                 return Err(std::io::Error::other("the connection ended"));
             }
             if first.is_some() {
@@ -177,12 +204,12 @@ impl Load {
                 first = new.windows(6).any(|window| window == b"data: ").then(|| due.elapsed().as_secs_f64());
                 seen = text.len().saturating_sub(5);
                 if text.len() > 16 && first.is_none() && !text.starts_with(b"HTTP/1.1 200") {
-                    return Err(std::io::Error::other(String::from_utf8_lossy(&text).into_owned()));
+                    return Err(std::io::Error::other(String::from_utf8_lossy(text).into_owned()));
                 }
             }
         }
         let last = due.elapsed().as_secs_f64();
-        let text = String::from_utf8_lossy(&text);
+        let text = String::from_utf8_lossy(text);
         let got = number(&text, "\"completion_tokens\":");
         if got != Some(self.tokens) || !text.contains("[DONE]") {
             return Err(std::io::Error::other(format!("{got:?} tokens of {}", self.tokens)));
@@ -190,20 +217,26 @@ impl Load {
         self.idle.borrow_mut().push(stream);
         Ok(Times { first: first.unwrap_or(last), last, pause })
     }
+    fn report(&self, rate: f64) -> serde_json::Value {
+        let results = self.results.borrow();
+        let good: Vec<Times> = results.iter().filter_map(|result| result.as_ref().ok().copied()).collect();
+        let failed: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+        let spread = |mut values: Vec<f64>| {
+            values.sort_by(f64::total_cmp);
+            let at = |share: f64| values.get(((values.len() as f64 - 1.0) * share).round() as usize).map(|s| s * 1e3);
+            json!({"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)})
+        };
+        json!({
+            "rate": rate, "requests": results.len(), "failed": failed.len(), "error": failed.first(),
+            "tokens": results.len() as u64 * u64::from(self.tokens), "tokens_came": self.came.get(),
+            "first_ms": spread(good.iter().map(|times| times.first).collect()),
+            "last_ms": spread(good.iter().map(|times| times.last).collect()),
+            "pause_ms": spread(good.iter().map(|times| times.pause).collect()),
+        })
+    }
 }
 
-fn report(results: &[Result<Times, String>], rate: f64) -> serde_json::Value {
-    let good: Vec<Times> = results.iter().filter_map(|result| result.as_ref().ok().copied()).collect();
-    let failed: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
-    let spread = |mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        let at = |share: f64| values.get(((values.len() as f64 - 1.0) * share).round() as usize).map(|s| s * 1e3);
-        json!({"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)})
-    };
-    json!({
-        "rate": rate, "requests": results.len(), "failed": failed.len(), "error": failed.first(),
-        "first_ms": spread(good.iter().map(|times| times.first).collect()),
-        "last_ms": spread(good.iter().map(|times| times.last).collect()),
-        "pause_ms": spread(good.iter().map(|times| times.pause).collect()),
-    })
+/// Tokens in events, by the letters of their texts: tokens of `workers` and `backend` are a letter each.
+fn letters(events: &str) -> u64 {
+    events.split("\"text\":\"").skip(1).map(|rest| rest.find('"').unwrap_or(0) as u64).sum()
 }

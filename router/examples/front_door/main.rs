@@ -5,17 +5,21 @@
 //! front_door backend --listen 127.0.0.1:9001 [PACE]                                      a worker over HTTP, for other routers
 //! front_door relay --listen 127.0.0.1:9000 --to 127.0.0.1:9001,127.0.0.1:9002                     copies bytes, and looks at none
 //! front_door load --url http://127.0.0.1:8000 --model NAME --rate 1000 --seconds 10 [--prompt 1000] [--tokens 64]
-//!     [--text true | --shared 0.5]
+//!     [--text true | --shared 0.5] [--count 10000] [--patience 300] [--grpc kept | new]
 //! ```
 //!
 //! PACE is `--first-ms 20 --step-ms 10 --burst 1`: when the first token comes, how long a step takes, and how many tokens of a request are
 //! ready together. `bench/router` runs all four.
+//!
+//! A load ends after `--seconds`, or when it has begun `--count` requests. An answer that takes longer than `--patience`, in seconds, has failed.
+//! With `--grpc` the URL is the one of Baton's gRPC API: all requests go over one connection that is kept, or each over a new one.
 //!
 //! The load is open: requests are sent at times that are fixed in advance, and latency counts from those times. So a router that falls
 //! behind cannot hide it by slowing the load down.
 #![allow(clippy::disallowed_methods, clippy::unwrap_used)] // A program for people who measure: it reads the clock and panics when set up wrong.
 
 mod backend;
+mod grpc;
 mod load;
 mod pace;
 mod relay;
