@@ -7,7 +7,8 @@
 //! handles token ids and text, never weights, KV or a GPU.
 //!
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`, `conversation`: the gRPC front door.
-//! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing.
+//! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing. `keyless`: calls
+//!   that anybody can make.
 //! - `body`: bodies of requests, limited in size, time and memory.
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request. `models`: which model, and whose workers.
 //! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
@@ -34,6 +35,7 @@ mod heavy;
 mod held;
 mod http;
 mod input;
+mod keyless;
 mod keys;
 mod listener;
 mod model;

@@ -18,6 +18,7 @@ use tonic::transport::Server;
 use crate::admission;
 use crate::front::Front;
 use crate::held::{self, Caller, Held};
+use crate::keyless::{self, Reflections, is_keyless};
 use crate::listener::{self, Bounds};
 
 /// Maximum size of a gRPC call's headers, bytes.
@@ -56,15 +57,19 @@ impl Serving {
         listener::serve(listener, app, self.bounds, self.tls.http.clone(), self.shutdown.clone(), last).await;
     }
 
-    /// The gRPC API. Connections older than `age` are asked to end.
+    /// The gRPC API. Connections older than `age` are asked to end. Those that have not ended when their last call must have, and been read,
+    /// are cut: a watch of health never ends.
     pub async fn grpc(self, listener: TcpListener, routes: Routes, age: Option<Duration>) {
         let server = match age {
             Some(age) => Server::builder().max_connection_age(age),
             None => Server::builder(),
         };
-        let incoming = held::incoming(listener, self.bounds, self.tls.grpc.clone());
+        let grace = self.front.limits.request_timeout.saturating_add(self.bounds.send);
+        let longest = age.map(|age| age.saturating_add(grace));
+        let incoming = held::incoming(listener, self.bounds, self.tls.grpc.clone(), longest);
+        let bound = from_fn_with_state(Reflections::default(), keyless::bound);
         let admitted = from_fn_with_state(Arc::clone(&self.front), admission::admit);
-        let routes = Routes::from(routes.into_axum_router().layer(admitted));
+        let routes = Routes::from(routes.into_axum_router().layer(admitted).layer(bound));
         self.until_last(server, incoming, routes, || {}).await;
     }
 
@@ -72,7 +77,7 @@ impl Serving {
     pub async fn internal(self, listener: TcpListener, registry: EmbeddedRegistry) {
         let mut routes = Routes::builder();
         routes.add_service(registry.service());
-        let incoming = held::incoming(listener, self.bounds, self.tls.internal.clone());
+        let incoming = held::incoming(listener, self.bounds, self.tls.internal.clone(), None);
         self.until_last(Server::builder(), incoming, routes.routes(), || registry.close()).await;
     }
 
@@ -114,12 +119,15 @@ impl Serving {
     }
 }
 
-/// Keeps the place of a call's connection until its answer has ended.
+/// Keeps the place of a call's connection until its answer has ended, unless anybody could make that call.
 async fn occupy(mut request: Request, next: Next) -> Response {
-    let Some(Caller { peer, seat }) = request.extensions().get::<Caller>().cloned() else {
+    let Some(Caller { peer, seat, .. }) = request.extensions().get::<Caller>().cloned() else {
         return next.run(request).await;
     };
     request.extensions_mut().insert(peer);
+    if is_keyless(request.uri().path()) {
+        return next.run(request).await;
+    }
     let occupied = seat.occupy();
     next.run(request).await.map(|body| holding(body, occupied))
 }

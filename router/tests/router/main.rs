@@ -10,6 +10,7 @@ mod false_workers;
 mod fetching;
 mod following;
 mod grpc;
+mod keyless;
 mod late;
 mod listeners;
 mod logprobs;
