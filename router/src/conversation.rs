@@ -4,15 +4,16 @@ use baton_proto::v1;
 use serde_json::{Value, json};
 
 use crate::error::RequestError;
-use crate::openai;
+use crate::openai::{self, Embedded};
 use crate::prompt::Prompt;
 use crate::tools::Tools;
 
 /// The prompt and the tools of a conversation.
 pub(crate) fn read(chat: v1::Chat) -> Result<(Prompt, Option<Tools>), RequestError> {
     let v1::Chat { messages, tools, tool_choice, one_call, template_options } = chat;
-    let object = |field: &str, text: &str| match serde_json::from_str(text) {
-        Ok(value @ Value::Object(_)) => Ok(value),
+    let mut embedded = Embedded::default();
+    let mut object = |field: &str, text: &str| match embedded.read(field, text)? {
+        Some(value @ Value::Object(_)) => Ok(value),
         _ => Err(RequestError::invalid(field, format!("{field} must be a JSON object"))),
     };
     let options = match template_options.is_empty() {

@@ -14,6 +14,7 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
 use crate::admission::Admitted;
+use crate::body::Share;
 use crate::conversation;
 use crate::error::RequestError;
 use crate::front::Front;
@@ -57,7 +58,13 @@ impl v1::inference_server::Inference for Inference {
         let span = traces::begin(request.metadata().get("traceparent").and_then(|value| value.to_str().ok()));
         let (traced, received) = (traced.then(|| Arc::clone(&self.front)), *received);
         let input = read(request.into_inner(), received, deadline, &self.front.models.defaults());
-        let input = input.inspect_err(|e| self.front.refused(e)).map_err(|e| status(&e))?;
+        let read = input.and_then(|input| {
+            let mut share = Share::default();
+            self.front.bodies.add(&mut share, input.embedded())?;
+            Ok((input, share))
+        });
+        // Its memory, until there are only tokens.
+        let (input, _share) = read.inspect_err(|e| self.front.refused(e)).map_err(|e| status(&e))?;
         let input = GenerateInput { tenant: tenant.clone(), span, ..input };
         let request_id = input.request_id.clone();
         let (tools, chat) = (input.tools.clone(), matches!(input.prompts[..], [Prompt::Chat(..)]));

@@ -1,5 +1,7 @@
 //! The HTTP front door: routes, bodies, errors. `openai` builds the answer, and `sse.rs` streams it.
 
+mod tokens;
+
 use std::sync::{Arc, LazyLock};
 
 use axum::body::{Body, Bytes};
@@ -9,7 +11,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use baton_policy::Left;
-use baton_runtime::places::holding;
 use baton_runtime::traces;
 use baton_types::{ErrorKind, RequestId, random_u64};
 use serde_json::json;
@@ -18,19 +19,24 @@ use tokio::time::Instant;
 use crate::body::{Bodies, Held, Share};
 use crate::error::RequestError;
 use crate::front::{Front, Generation, unix_seconds};
-use crate::heavy;
+use crate::heavy::{self, Line};
 use crate::input::GenerateInput;
+use crate::model::ServedModel;
 use crate::models::Served;
 use crate::openai::{
     self, Answer, Asked, Echo, Endpoint, Envelope, ErrorBody, Model, ModelList, Reader, Shape, UsageSum,
 };
+use crate::pieces::in_pieces;
 use crate::sink::EventKind;
 use crate::sse;
-use crate::standing::Standing;
-use crate::tenant::{Pass, Tenant};
+use crate::tenant::Tenant;
 
 /// Length from which a body is parsed on a thread of its own, so that other requests do not wait for it.
 pub(crate) const LARGE: usize = 64 << 10;
+/// Bytes of a whole answer from which it is put together on a thread of its own.
+const LARGE_ANSWER: usize = 1 << 20;
+/// So many token ids take long to turn into text.
+pub(crate) const MANY: usize = 4 << 10;
 /// Longest request id of a client, bytes. Longer ones are replaced.
 const MAX_ID: usize = 128;
 const REQUEST_ID: &str = "x-request-id";
@@ -52,8 +58,8 @@ pub(crate) fn routes(front: Arc<Front>) -> Router {
         .route("/v1/responses", post(responses))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
-        .route("/tokenize", post(tokenize))
-        .route("/detokenize", post(detokenize))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/version", get(version))
         .route("/openapi.json", get(document))
         .route("/health", get(|| async { "alive\n" }))
@@ -141,7 +147,11 @@ async fn answer(
         envelope.tenant.as_ref().map_or(Ok(()), |tenant| tenant.has_room())?;
         let body = front.bodies.read(body).await?;
         let tenant = envelope.tenant.clone();
-        parsed(&front, body, tenant.as_deref(), move |bytes| openai::read(endpoint, bytes, envelope)).await
+        let line = tenant.as_deref().map(Tenant::line);
+        let (read, mut share) =
+            parsed(&front, body, line, move |bytes| openai::read(endpoint, bytes, envelope)).await?;
+        front.bodies.add(&mut share, read.0.embedded())?;
+        Ok((read, share))
     };
     let ((input, asked, frame), share): ((GenerateInput, Asked, _), Share) = match read.await {
         Ok(read) => read,
@@ -150,7 +160,8 @@ async fn answer(
             return Err(error);
         }
     };
-    let tools = input.tools.clone();
+    let (tools, tenant) = (input.tools.clone(), input.tenant.clone());
+    let line = tenant.as_deref().map(Tenant::line);
     let may_think = endpoint.shape() == Shape::Chat && !input.is_forced();
     let generation = front.generate(input).await.map_err(|error| endpoint.reworded(error))?;
     // From here on there are only tokens.
@@ -160,8 +171,10 @@ async fn answer(
     let parser = tools.map(|tools| model.tool_parser(&tools));
     let prompt = generation.prompts.first().filter(|_| may_think);
     let reasoning = prompt.and_then(|prompt| model.reasoning(prompt));
-    let echo = |ids| Echo::new(model, ids);
-    let echoes = generation.prompts.iter().filter(|_| asked.echo).map(echo).collect();
+    let (echoes, share) = match asked.echo {
+        true => echoes(&front, model, &generation.prompts, asked.stream, line).await?,
+        false => Default::default(),
+    };
     let answer = Answer {
         shape: endpoint.shape(),
         id,
@@ -178,34 +191,58 @@ async fn answer(
     };
     match asked.stream {
         true => sse::respond(generation, answer, front.limits.keep_alive).await,
-        false => whole(generation, answer, &front.bodies).await,
+        false => whole(generation, answer, &front.bodies, share, line).await,
     }
+}
+
+/// The prompts as their answers repeat them, and, of whole answers, their share of the memory. Long ones are made on a thread of their own.
+async fn echoes(
+    front: &Arc<Front>,
+    model: &Arc<ServedModel>,
+    prompts: &[Arc<[u32]>],
+    stream: bool,
+    line: Option<&Line>,
+) -> Result<(Vec<Echo>, Share), RequestError> {
+    let (front, model, prompts) = (Arc::clone(front), Arc::clone(model), prompts.to_vec());
+    let large = prompts.iter().map(|ids| ids.len()).sum::<usize>() >= MANY;
+    let make = move || {
+        let mut share = Share::default();
+        if !stream {
+            front.bodies.add(&mut share, Echo::weights(&model, &prompts))?;
+        }
+        Ok((prompts.iter().map(|ids| Echo::new(&model, ids)).collect(), share))
+    };
+    if large { heavy::run(line, make).await } else { make() }
 }
 
 /// Reads a body, a large one on a thread of its own. The share of the memory is that of what was read.
 async fn parsed<T: Send + 'static>(
     front: &Arc<Front>,
     mut body: Held,
-    tenant: Option<&Tenant>,
+    line: Option<&Line>,
     read: impl FnOnce(&[u8]) -> Result<T, RequestError> + Send + 'static,
 ) -> Result<(T, Share), RequestError> {
-    if body.bytes.len() < LARGE {
-        return Ok((read(&body.bytes)?, body.share));
-    }
-    let front = Arc::clone(front);
+    let (front, large) = (Arc::clone(front), body.bytes.len() >= LARGE);
     let read = move || {
         front.bodies.weigh(&mut body)?;
         Ok((read(&body.bytes)?, body.share))
     };
-    heavy::run(tenant.map(Tenant::line), read).await
+    if large { heavy::run(line, read).await } else { read() }
 }
 
 /// The answer as one object, whose bytes have their share of the memory for bodies.
-async fn whole(mut generation: Generation, answer: Answer, memory: &Bodies) -> Result<Response, RequestError> {
-    let mut parts = answer.openings();
+async fn whole(
+    mut generation: Generation,
+    answer: Answer,
+    memory: &Bodies,
+    mut share: Share,
+    line: Option<&Line>,
+) -> Result<Response, RequestError> {
+    let mut bytes = answer.weight_before();
+    memory.grow(&mut share, bytes)?;
+    let mut parts = answer.unopened();
     let mut readers = answer.readers();
     let mut usage = UsageSum::default();
-    let (mut bytes, mut share) = (0, Share::default());
     while let Some(event) = generation.next().await {
         bytes += answer.weight(&event.kind);
         memory.grow(&mut share, bytes)?;
@@ -226,12 +263,14 @@ async fn whole(mut generation: Generation, answer: Answer, memory: &Bodies) -> R
             EventKind::Failed(error) => return Err(error),
         }
     }
-    let body = match (&answer.frame, &parts[..]) {
-        (Some(_), [part]) => openai::whole_response(&answer, part, &usage),
-        _ => answer.whole(parts, &usage),
+    let write = move || {
+        Ok(match (&answer.frame, &parts[..]) {
+            (Some(_), [part]) => openai::whole_response(&answer, part, &usage),
+            _ => answer.whole(parts, &usage),
+        })
     };
-    let response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
-    Ok(response.map(|body| holding(body, share)))
+    let body = if bytes >= LARGE_ANSWER { heavy::run(line, write).await? } else { write()? };
+    Ok(([(header::CONTENT_TYPE, "application/json")], in_pieces(body, share)).into_response())
 }
 
 /// The client's id for the request if it is usable, otherwise a new one.
@@ -274,48 +313,6 @@ async fn model(State(door): State<Door>, Path(id): Path<String>, headers: Header
             Json(model_object(&door.front, served, asked.unwrap_or(served.model.id()))).into_response()
         }
         Err(error) => refusal(&error),
-    }
-}
-
-/// The body of a request that needs no worker, and its tenant's permission, which counts as that of any other request.
-async fn small(door: &Door, request: Request) -> Result<(Option<Pass>, Held), RequestError> {
-    let tenant = tenant(&door.front, request.headers())?;
-    let pass = tenant.map(|tenant| tenant.admit(1)).transpose()?;
-    let body = door.front.bodies.read(request.into_body()).await?;
-    Ok((pass, body))
-}
-
-async fn tokenize(State(door): State<Door>, request: Request) -> Response {
-    let answer = async {
-        let (pass, body) = small(&door, request).await?;
-        // The same tokens as those of the tenant's requests without a salt of their own.
-        let standing = pass.as_ref().map(|pass| pass.tenant().standing(Standing::default())).transpose()?;
-        let salt = standing.unwrap_or_default().cache_salt;
-        let tenant = pass.as_ref().map(Pass::tenant);
-        let (fields, _share) = parsed(&door.front, body, tenant, openai::TokenizeFields::read).await?;
-        openai::tokenize(fields, &door.front.models, &salt, tenant.map(Tenant::line)).await
-    };
-    answered(&door, answer.await)
-}
-
-async fn detokenize(State(door): State<Door>, request: Request) -> Response {
-    let answer = async {
-        let (pass, body) = small(&door, request).await?;
-        let front = Arc::clone(&door.front);
-        let read = move |bytes: &[u8]| openai::detokenize(bytes, &front.models);
-        let (text, _) = parsed(&door.front, body, pass.as_ref().map(Pass::tenant), read).await?;
-        Ok(text)
-    };
-    answered(&door, answer.await)
-}
-
-fn answered(door: &Door, answer: Result<impl serde::Serialize, RequestError>) -> Response {
-    match answer {
-        Ok(answer) => Json(answer).into_response(),
-        Err(error) => {
-            door.front.refused(&error);
-            refusal(&error)
-        }
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::error::RequestError;
 use crate::model::ServedModel;
-use crate::prompt::{Prompt, Wanted};
+use crate::prompt::{Prompt, Wanted, json_weight};
 use crate::standing::Standing;
 use crate::tenant::Tenant;
 use crate::tools::{Choice, Tools};
@@ -85,6 +85,12 @@ impl GenerateInput {
     /// Whether a constraint leaves an answer nothing but its own form, from its first token on.
     pub fn is_forced(&self) -> bool {
         self.wanted.is_some() || self.tools.as_ref().is_some_and(|tools| tools.choice != Choice::Auto)
+    }
+
+    /// About the bytes of what came as JSON inside of texts: arguments of calls and, over gRPC, parameters of tools.
+    pub fn embedded(&self) -> usize {
+        let tools = self.tools.iter().flat_map(|tools| &tools.specs[..]);
+        self.prompts.iter().map(Prompt::arguments).sum::<usize>() + tools.map(json_weight).sum::<usize>()
     }
 
     /// Number of answers, all prompts together: 1 to [`MAX_CHOICES`] in a checked request.

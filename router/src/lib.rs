@@ -9,7 +9,7 @@
 //! - `http`, `openai`, `sse`: the HTTP front door. `grpc`, `conversation`: the gRPC front door.
 //! - `listener`, `held`, `patient`: client connections, limited in number, idle time, and time in which they read nothing. `keyless`: calls
 //!   that anybody can make.
-//! - `body`: bodies of requests, limited in size, time and memory.
+//! - `body`: bodies of requests, limited in size, time and memory. `pieces`: answers that count against that memory until they are read.
 //! - `front`: admission, planning, event streams. `input`, `model`: the checks on a request. `models`: which model, and whose workers.
 //! - `keys`, `tenant`, `gate`: API keys; what each tenant may use; whose turn it is at the workers.
 //! - `tools`: functions a model may call, described in its prompt and parsed out of its answers. `reasoning`: thoughts, split from them.
@@ -43,6 +43,7 @@ mod models;
 mod openai;
 mod page;
 mod patient;
+mod pieces;
 mod prompt;
 mod reasoning;
 mod record;

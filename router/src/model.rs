@@ -201,12 +201,7 @@ impl ServedModel {
         line: Option<&Line>,
     ) -> Result<Vec<u32>, RequestError> {
         let field = prompt.field();
-        let bytes = match &prompt {
-            Prompt::Ids(_) => 0,
-            Prompt::Text(text) => text.len(),
-            Prompt::Chat(messages, _) => messages.iter().map(|m| m.role.len() + m.content.len()).sum(),
-        };
-        if bytes > INLINE_TEXT || tools.is_some() {
+        if prompt.weight() > INLINE_TEXT || tools.is_some() {
             let (this, tools, salt) = (Arc::clone(self), tools.cloned(), salt.to_owned());
             let whole = move || match this.look_up(prompt, tools.as_ref(), &salt)? {
                 Looked::Ids(ids) => Ok(ids),

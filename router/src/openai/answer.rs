@@ -20,6 +20,8 @@ use crate::tools::Call;
 
 /// About the bytes of a token with its log probability in JSON, and on the way there.
 const LOGPROB: usize = 256;
+/// About the bytes of a token id, and of its JSON.
+const ID: usize = 16;
 
 /// The API that the answer belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -267,9 +269,20 @@ pub(super) fn schema(generator: &mut SchemaGenerator) -> Schema {
 }
 
 impl Answer {
-    /// The beginning of every choice.
-    pub fn openings(&self) -> Vec<Part> {
-        (0..self.prompts.len() as u32 * self.n).map(|choice| self.opening(choice)).collect()
+    /// Every choice, as yet without its beginning.
+    pub fn unopened(&self) -> Vec<Part> {
+        (0..self.prompts.len() as u32 * self.n).map(|choice| Part { choice, ..Part::default() }).collect()
+    }
+
+    /// A whole choice with its beginning.
+    fn opened(&self, part: Part) -> Part {
+        let mut opening = self.opening(part.choice);
+        if opening.text.is_empty() && opening.scored.is_empty() {
+            return part;
+        }
+        opening.text += &part.text;
+        opening.scored.extend(part.scored);
+        Part { text: opening.text, scored: opening.scored, ..part }
     }
 
     /// The beginning of a choice: the prompt, if answers repeat it.
@@ -308,6 +321,23 @@ impl Answer {
             Some(echo) => echo.after(piece),
             None => piece,
         });
+    }
+
+    /// Bytes that a whole answer holds until it is sent, whatever its events are: what it repeats of its request.
+    pub fn weight_before(&self) -> usize {
+        // Text is held, and then once more as JSON.
+        let choice = |choice: u32| self.echo(choice).map_or(0, |echo| 2 * echo.text_bytes()) + self.prompt_ids(choice);
+        let choices: usize = (0..self.prompts.len() as u32 * self.n).map(choice).sum();
+        let echoes: usize = self.echoes.iter().map(Echo::weight).sum();
+        choices + echoes + self.frame.as_ref().map_or(0, Frame::weight)
+    }
+
+    /// Bytes of the token ids of a choice's prompt.
+    fn prompt_ids(&self, choice: u32) -> usize {
+        match self.asked.token_ids {
+            true => self.prompts[(choice / self.n) as usize].len() * ID,
+            false => 0,
+        }
     }
 
     /// Bytes that a whole answer holds for an event until it is sent.
@@ -398,6 +428,7 @@ impl Answer {
     /// The whole answer; `parts` are the choices in order.
     pub fn whole(self, parts: Vec<Part>, usage: &UsageSum) -> Vec<u8> {
         let (this, parts) = self.best(parts);
+        let parts = parts.into_iter().map(|part| this.opened(part)).collect();
         this.body(parts, usage)
     }
 

@@ -19,6 +19,22 @@ pub(crate) struct Echo {
 }
 
 impl Echo {
+    /// About the bytes of the echoes of these prompts, before they are made.
+    pub fn weights(model: &ServedModel, prompts: &[Arc<[u32]>]) -> usize {
+        let text = |id: &u32| model.tokenizer().token_bytes(*id).map_or(0, <[u8]>::len);
+        prompts.iter().flat_map(|ids| &ids[..]).map(|id| size_of::<u32>() + text(id)).sum()
+    }
+
+    /// About its bytes.
+    pub fn weight(&self) -> usize {
+        self.text.len() + size_of_val(&self.offsets[..])
+    }
+
+    /// Those of its text.
+    pub fn text_bytes(&self) -> usize {
+        self.text.len()
+    }
+
     pub fn new(model: &ServedModel, ids: &Arc<[u32]>) -> Echo {
         let mut stream = model.text_stream(false);
         let (mut text, mut offsets, mut chars) = (String::new(), Vec::with_capacity(ids.len()), 0);

@@ -9,6 +9,7 @@ use baton_types::{Class, RequestId, SamplingParams};
 use serde::Deserialize;
 use tokio::time::Instant;
 
+use super::embedded::Embedded;
 use super::once::{Fields, fields};
 use super::output;
 use super::tools;
@@ -93,7 +94,7 @@ fn prompt_and_tools(mut own: ChatFields) -> Result<(Prompt, Option<Tools>), Requ
         return Err(RequestError::invalid("messages", "messages is empty; it must have at least one message"));
     }
     let tools = tools::tools(&mut own)?;
-    let messages = own.messages.into_iter().enumerate().map(|(at, m)| message(at, m)).collect::<Result<_, _>>()?;
+    let messages = messages(own.messages)?;
     Ok((Prompt::Chat(messages, own.chat_template_kwargs.unwrap_or_default()), tools))
 }
 
@@ -220,8 +221,14 @@ fn class(service_tier: &str) -> Result<Class, RequestError> {
     }
 }
 
-/// A message of a chat; `at`: its place, for errors.
-pub(super) fn message(at: usize, mut message: Message) -> Result<ChatMessage, RequestError> {
+/// The messages of a chat.
+pub(super) fn messages(messages: Vec<Message>) -> Result<Vec<ChatMessage>, RequestError> {
+    let mut embedded = Embedded::default();
+    messages.into_iter().enumerate().map(|(at, m)| message(at, m, &mut embedded)).collect()
+}
+
+/// `at`: its place, for errors.
+fn message(at: usize, mut message: Message, embedded: &mut Embedded) -> Result<ChatMessage, RequestError> {
     let role = match message.role.as_str() {
         // `developer` is the newer name of `system`; templates know the older one.
         "developer" => "system".to_owned(),
@@ -232,7 +239,7 @@ pub(super) fn message(at: usize, mut message: Message) -> Result<ChatMessage, Re
             return Err(RequestError::invalid(format!("messages[{at}].role"), wrong));
         }
     };
-    let tool_calls = tools::calls(at, message.tool_calls.take().unwrap_or_default())?;
+    let tool_calls = tools::calls(at, message.tool_calls.take().unwrap_or_default(), embedded)?;
     if !tool_calls.is_empty() && role != "assistant" {
         let field = format!("messages[{at}].tool_calls");
         return Err(RequestError::invalid(field.clone(), format!("{field}: only an assistant's message has calls")));

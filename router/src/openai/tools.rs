@@ -3,6 +3,7 @@
 use baton_model_text::{FunctionCall, ToolCall};
 use serde_json::{Value, json};
 
+use super::embedded::Embedded;
 use super::types::{ChatFields, MessageCall};
 use crate::error::RequestError;
 use crate::tools::{Choice, Tools};
@@ -78,12 +79,17 @@ fn choice(choice: Value, names: &[String]) -> Result<Option<Choice>, RequestErro
 }
 
 /// The calls of an assistant's message. Their arguments become JSON objects, as templates expect.
-pub(super) fn calls(message: usize, calls: Vec<MessageCall>) -> Result<Vec<ToolCall>, RequestError> {
+pub(super) fn calls(
+    message: usize,
+    calls: Vec<MessageCall>,
+    embedded: &mut Embedded,
+) -> Result<Vec<ToolCall>, RequestError> {
     let read = |(at, call): (usize, MessageCall)| {
         let MessageCall { id, function } = call;
+        let field = || format!("messages[{message}].tool_calls[{at}].function.arguments");
         let arguments = match function.arguments {
             Value::String(text) if text.trim().is_empty() => Some(json!({})),
-            Value::String(text) => serde_json::from_str(&text).ok(),
+            Value::String(text) => embedded.read(&field(), &text)?,
             other => Some(other),
         };
         match arguments.filter(Value::is_object) {
@@ -92,7 +98,7 @@ pub(super) fn calls(message: usize, calls: Vec<MessageCall>) -> Result<Vec<ToolC
                 Ok(ToolCall { id, kind: "function".to_owned(), function })
             }
             None => {
-                let field = format!("messages[{message}].tool_calls[{at}].function.arguments");
+                let field = field();
                 Err(RequestError::invalid(field.clone(), format!("{field} must be a string with a JSON object")))
             }
         }

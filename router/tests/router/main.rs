@@ -5,6 +5,7 @@ mod support;
 
 mod allocations;
 mod api;
+mod budget;
 mod classes;
 mod false_workers;
 mod fetching;

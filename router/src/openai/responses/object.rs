@@ -4,6 +4,7 @@ use baton_types::random_u64;
 use serde_json::{Map, Value, json};
 
 use crate::openai::answer::{Answer, Part, UsageSum};
+use crate::prompt::json_weight;
 use crate::tools::Call;
 
 /// What a response repeats of its request, with what OpenAI's API says where the request says nothing.
@@ -34,6 +35,11 @@ impl Frame {
             _ => serde_json::from_str(otherwise).unwrap_or_default(),
         };
         Frame(REPEATED.iter().map(|(name, otherwise)| ((*name).to_owned(), value(name, otherwise))).collect())
+    }
+
+    /// About its bytes: held, copied into a response, and once more as JSON.
+    pub fn weight(&self) -> usize {
+        3 * self.0.values().map(json_weight).sum::<usize>()
     }
 }
 
