@@ -28,6 +28,9 @@ use crate::patient::{Patient, Phase};
 
 /// Longest time from the first byte of a request's head to its last; of a gRPC connection, until it has begun (I5).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most bytes of a request's head: enough for long keys, cookies and traces. About as many of a connection are read before they are wanted,
+/// and wait to be written (I5).
+const BUFFER: usize = 64 << 10;
 /// Pause after accepting failed, for example because there were no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -129,7 +132,7 @@ async fn connection(io: TlsIo<Patient>, phase: Phase, _place: Place, app: Router
     });
     let mut server = http1::Builder::new();
     // Counts from the end of the answer before, so a connection may be idle for as long.
-    let server = server.timer(TokioTimer::new()).header_read_timeout(idle);
+    let server = server.timer(TokioTimer::new()).header_read_timeout(idle).max_buf_size(BUFFER).max_header_size(BUFFER);
     let mut serving = std::pin::pin!(server.serve_connection(TokioIo::new(io), service));
     let ended = tokio::select! {
         ended = serving.as_mut() => ended,
@@ -286,6 +289,43 @@ mod tests {
                 tokio::time::sleep(SHORT / 5).await;
             }
             assert!(everything(stream).await.ends_with("no room"));
+        }
+        shutdown.start("test");
+        serving.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_head_has_a_largest_size_and_a_body_none_here() {
+        // I5: a head is held by its connection alone, whatever the memory for bodies.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let shutdown = Shutdown::new(LONG);
+        let length = |body: axum::body::Bytes| async move { format!("{} bytes", body.len()) };
+        let app = Router::new().route("/", post(length)).layer(axum::extract::DefaultBodyLimit::disable());
+        let bounds = Bounds::new(9, LONG, LONG);
+        let serving = tokio::spawn(serve(listener, app, bounds, None, shutdown.clone(), std::future::pending()));
+        for (header, body, want) in [
+            (40 << 10, 0, "0 bytes"),
+            (9, 8 << 20, "8388608 bytes"),
+            (40 << 10, 1 << 20, "1048576 bytes"),
+            (80 << 10, 0, "HTTP/1.1 431"),
+        ] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let key = "k".repeat(header);
+            let head = format!(
+                "POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {key}\r\ncontent-length: {body}\r\n\r\n"
+            );
+            let (mut reading, mut writing) = stream.split();
+            let send = async {
+                // What is refused is not read to its end.
+                let _ = writing.write_all(head.as_bytes()).await;
+                let _ = writing.write_all(&vec![b'x'; body]).await;
+            };
+            let mut answer = Vec::new();
+            let read = async { drop(reading.read_to_end(&mut answer).await) };
+            tokio::join!(send, read);
+            let answer = String::from_utf8(answer).unwrap();
+            assert!(answer.contains(want), "{header} bytes of a header: {answer}");
         }
         shutdown.start("test");
         serving.await.unwrap();
