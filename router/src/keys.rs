@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use baton_policy::{Slo, TenantLimits};
 use baton_runtime::Shutdown;
-use baton_runtime::config::parse_duration;
+use baton_runtime::config::{nearest_within, parse_duration};
 use baton_types::{Class, ErrorKind};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use tokio::signal::unix::Signal;
 
 use crate::error::{RequestError, RouterError};
+use crate::openai::names;
 use crate::tenant::{MAX_NAME, Rights, Tenant};
 
 /// How often the file is looked at.
@@ -25,6 +26,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(300);
 const MAX_WEIGHT: u32 = 1000;
 /// Largest file, bytes.
 const MAX_FILE: u64 = 16 << 20;
+
+/// A field within this many edits of a known one counts as misspelt.
+const MISSPELT: usize = 2;
 
 type Hash = [u8; 32];
 
@@ -199,15 +203,15 @@ fn parse(text: &str) -> Result<Vec<(Entry, Vec<Hash>)>, String> {
         let before = &text[..e.span().map_or(0, |span| span.start)];
         let at = before.matches('\n').count();
         let field = text.lines().nth(at).and_then(|line| line.split_once('=')).map_or("", |(field, _)| field.trim());
-        let field = if is_name(field) { format!(", {field}") } else { String::new() };
-        format!("line {}{field}: {}", at + 1, without_long_quotes(e.message()))
+        told(at + 1, field, e.message())
     })?;
     let (mut names, mut keys) = (HashSet::new(), HashSet::new());
     let mut entries = Vec::with_capacity(file.tenants.len());
-    for entry in file.tenants {
+    for (at, entry) in file.tenants.into_iter().enumerate() {
         let name = &entry.name;
         if !is_name(name) {
-            return Err(format!("name {name:?}: it must have 1 to {MAX_NAME} of a-z, A-Z, 0-9, _, . and -"));
+            // Not the name itself, which may be a key.
+            return Err(format!("tenants[{at}].name: it must have 1 to {MAX_NAME} of a-z, A-Z, 0-9, _, . and -"));
         }
         if !names.insert(name.clone()) {
             return Err(format!("name {name:?} is there twice; put all of its keys into one sha256"));
@@ -250,25 +254,41 @@ impl Entry {
                 "{name}: highest_priority: is {highest_priority}; it must be between {lowest} and {highest}"
             ));
         }
-        let wrong = |problem| format!("{}: class: {problem}", self.name);
+        let wrong = |_| format!("{}: class: it must be interactive or batch", self.name);
         let class = self.class.as_deref().map(str::parse).transpose().map_err(wrong)?.unwrap_or_default();
         Ok(Rights { limits, weight, highest_priority, class, keep_kv, slo })
     }
 
     fn time(&self, field: &str, text: Option<&str>) -> Result<Option<Duration>, String> {
         let wrong = |problem| format!("{}: {field}: {problem}", self.name);
-        match text.map(parse_duration).transpose().map_err(wrong)? {
-            Some(Duration::ZERO) => Err(wrong("it is 0; it must be above 0, or be left out".to_owned())),
+        match text.map(parse_duration).transpose().map_err(|_| wrong("it must be a duration, such as 500ms or 2s"))? {
+            Some(Duration::ZERO) => Err(wrong("it is 0; it must be above 0, or be left out")),
             time => Ok(time),
         }
     }
 }
 
-/// An error of the parser without what may be a key.
-fn without_long_quotes(message: &str) -> String {
-    let part =
-        |(at, part): (usize, &str)| if at % 2 == 1 && part.len() > 24 { "…".to_owned() } else { part.to_owned() };
-    message.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"")
+/// An error of the parser: where it is, and what is wanted there. Never what was found: it may be a key, wherever it is.
+fn told(line: usize, field: &str, message: &str) -> String {
+    let known = || names::<Entry>().iter().chain(names::<File>()).copied();
+    let at = match known().find(|name| *name == field) {
+        Some(name) => format!("line {line}, {name}"),
+        None => format!("line {line}"),
+    };
+    // What is expected is last, and not from the file.
+    let expected = message.rsplit_once(", expected ").map(|(_, expected)| format!(", expected {expected}"));
+    let expected = expected.unwrap_or_default();
+    if message.starts_with("missing field") {
+        return format!("{at}: {message}");
+    }
+    if message.starts_with("unknown field") {
+        return match nearest_within(field, known(), MISSPELT) {
+            Some(meant) => format!("{at}: unknown field; did you mean {meant}?"),
+            None => format!("{at}: unknown field{expected}"),
+        };
+    }
+    let what = ["invalid type", "invalid value"].into_iter().find(|what| message.starts_with(what));
+    format!("{at}: {}{expected}", what.unwrap_or("it is no TOML, or says something twice"))
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -307,105 +327,4 @@ fn refused(wrong: &str) -> RequestError {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::standing::Standing;
-
-    /// Of the keys "one" and "two".
-    const ONE: &str = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
-    const TWO: &str = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
-
-    fn keys(text: &str) -> Result<Keys, String> {
-        Keys::default().next(text.to_owned(), true)
-    }
-
-    fn ring(text: &str) -> KeyRing {
-        KeyRing { path: PathBuf::new(), predicts: true, keys: RwLock::new(Arc::new(keys(text).unwrap())) }
-    }
-
-    fn name(ring: &KeyRing, header: &str) -> Option<String> {
-        ring.tenant(Some(header.as_bytes())).ok().map(|tenant| tenant.name().to_owned())
-    }
-
-    #[test]
-    fn a_priority_that_no_request_may_have_is_refused_by_name() {
-        let with = |highest: i64| {
-            keys(&format!("[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']\nhighest_priority = {highest}")).err()
-        };
-        let error = with(2_000_000_000).unwrap();
-        assert!(error.contains("highest_priority: is 2000000000; it must be between -536870912 and"), "{error}");
-        assert_eq!(with(-536_870_912), None);
-    }
-
-    #[test]
-    fn a_key_leads_to_its_tenant() {
-        let ring = ring(&format!(
-            "[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']\n[[tenants]]\nname = 'b'\nsha256 = ['{}']",
-            TWO.to_uppercase()
-        ));
-        assert_eq!(name(&ring, "Bearer one").as_deref(), Some("a"));
-        assert_eq!(name(&ring, "bearer  two ").as_deref(), Some("b"));
-        for bad in ["Bearer three", "Bearer ", "Bearer", "Basic one", "one", ""] {
-            let error = ring.tenant(Some(bad.as_bytes())).unwrap_err();
-            assert_eq!((error.kind, error.code), (ErrorKind::Unauthenticated, Some("invalid_api_key")), "{bad:?}");
-        }
-        assert_eq!(ring.tenant(None).unwrap_err().kind, ErrorKind::Unauthenticated);
-    }
-
-    #[test]
-    fn a_bad_file_says_what_is_wrong() {
-        let entry =
-            |name: &str, hash: &str, more: &str| format!("[[tenants]]\nname = '{name}'\nsha256 = ['{hash}']\n{more}\n");
-        for (text, wrong) in [
-            ("x".to_owned(), "expected"),
-            ("[[tenants]]\nname = 'a'".to_owned(), "sha256"),
-            (entry("a b", ONE, ""), "\"a b\": it must have"),
-            (entry("", ONE, ""), "it must have"),
-            (entry("a", "12", ""), "64 hex digits"),
-            (
-                "[[tenants]]\nname = 'a'\nsha256 = 'baton-0123456789abcdef0123456789'".to_owned(),
-                "line 3, sha256: invalid type",
-            ),
-            (entry("a", &"+f".repeat(32), ""), "64 hex digits"),
-            (entry("a", ONE, "request_per_minute = 5"), "request_per_minute"),
-            (entry("a", ONE, "streams = -1"), "streams"),
-            (entry("a", ONE, "weight = 0"), "a: weight is 0; it must be 1 to 1000"),
-            (entry("a", ONE, "class = 'flex'"), "a: class: \"flex\" is not one of: interactive, batch"),
-            (entry("a", ONE, "reject_ttft = 5"), "reject_ttft"),
-            (entry("a", ONE, "reject_ttft = 'soon'"), "a: reject_ttft: "),
-            (entry("a", ONE, "reject_itl = '0s'"), "a: reject_itl: it is 0; it must be above 0"),
-            (entry("a", ONE, "") + &entry("a", TWO, ""), "there twice"),
-            (entry("a", ONE, "") + &entry("b", ONE, ""), "there twice"),
-        ] {
-            let error = keys(&text).unwrap_err();
-            assert!(error.contains(wrong), "{text}: {error}");
-            assert!(!error.contains("0123456789"), "a key is not told: {error}");
-        }
-        assert!(keys("").unwrap().tenants.is_empty(), "nobody may ask");
-        let slo = entry("a", ONE, "reject_ttft = '1500ms'");
-        let time = Some(Duration::from_millis(1500));
-        let standing = keys(&slo).unwrap().known["a"].standing(Standing::default());
-        assert_eq!(standing.unwrap().slo, Slo { first_token: time, ..Slo::default() });
-        let standing = keys(&entry("a", ONE, "class = 'batch'")).unwrap().known["a"].standing(Standing::default());
-        assert!(standing.unwrap().class.is_batch());
-        let error = Keys::default().next(slo, false).unwrap_err();
-        assert!(error.starts_with("a: reject_ttft and reject_itl need the router's placement"), "{error}");
-    }
-
-    #[test]
-    fn a_tenant_stays_the_same_when_the_file_changes() {
-        let entry =
-            |hash: &str, streams: u32| format!("[[tenants]]\nname = 'a'\nsha256 = ['{hash}']\nstreams = {streams}");
-        let ring = ring(&entry(ONE, 1));
-        let tenant = ring.tenant(Some(b"Bearer one")).unwrap();
-        let _pass = tenant.admit(1).unwrap();
-        ring.replace(entry(TWO, 2)).unwrap();
-        assert!(ring.tenant(Some(b"Bearer one")).is_err(), "the key is gone");
-        let same = ring.tenant(Some(b"Bearer two")).unwrap();
-        assert!(Arc::ptr_eq(&tenant, &same));
-        let _second = same.admit(1).unwrap();
-        assert!(same.admit(1).is_err(), "the first is still counted");
-        assert!(ring.replace("bad".to_owned()).is_err());
-        assert!(ring.tenant(Some(b"Bearer two")).is_ok(), "the old keys stay");
-    }
-}
+mod tests;

@@ -22,6 +22,7 @@ pub(crate) use answer::{Answer, Part, Shape, UsageSum};
 pub(crate) use document::document;
 pub(crate) use echo::Echo;
 pub(crate) use embedded::Embedded;
+pub(crate) use fields::names;
 pub(crate) use reader::{Reader, Said};
 pub(crate) use request::{Asked, Envelope, conversation};
 pub(crate) use responses::{Events, Frame, whole as whole_response};
