@@ -48,13 +48,13 @@ impl Writer {
     fn paths(&mut self) -> Value {
         let (chat, text) = (self.both::<ChatFields>(), self.both::<CompletionFields>());
         let answer = answer::schema(&mut self.writes).to_value();
-        let response = responses::schema();
+        let (asks, response) = (responses::request_schema(&mut self.reads), responses::schema());
         let (tokenize, detokenize) = (self.read::<TokenizeFields>(), self.read::<DetokenizeFields>());
         let model = json!({"name": "id", "in": "path", "required": true, "schema": {"type": "string"}});
         json!({
             "/v1/chat/completions": {"post": self.generates("Answer a conversation", &chat, &answer)},
             "/v1/completions": {"post": self.generates("Continue a text", &text, &answer)},
-            "/v1/responses": {"post": self.generates("Answer a conversation, in the newer form", &responses::request_schema(), &response)},
+            "/v1/responses": {"post": self.generates("Answer a conversation, in the newer form", &asks, &response)},
             "/v1/models": {"get": self.gets::<ModelList<'_>>("The models that are served")},
             "/v1/models/{id}": {"parameters": [model], "get": self.gets::<Model<'_>>("One model")},
             "/tokenize": {"post": self.posts::<Tokenized>("The token ids of a text or a conversation", &tokenize)},
@@ -160,10 +160,19 @@ mod tests {
 
     #[test]
     fn the_fields_that_are_read_are_described() {
+        use super::super::fields::names;
         let document = document();
         let fields = |name: &str| document["components"]["schemas"][name]["properties"].as_object().unwrap().len();
-        assert_eq!(fields("ChatFields"), super::super::fields::names::<ChatFields>().len());
-        assert_eq!(fields("CommonFields"), super::super::fields::names::<CommonFields>().len());
+        assert_eq!(fields("ChatFields"), names::<ChatFields>().len());
+        assert_eq!(fields("CompletionFields"), names::<CompletionFields>().len());
+        assert_eq!(fields("CommonFields"), names::<CommonFields>().len());
         assert_eq!(document["components"]["schemas"]["CommonFields"]["properties"]["temperature"]["maximum"], 100.0);
+        let post = &document["paths"]["/v1/responses"]["post"];
+        let response = &post["requestBody"]["content"]["application/json"]["schema"]["properties"];
+        for name in names::<ChatFields>().iter().chain(names::<CommonFields>()) {
+            assert_ne!(response.get(name).is_some(), responses::OTHERWISE.contains(name), "{name}");
+        }
+        assert_eq!(response["priority"]["maximum"], 536_870_911);
+        assert!(response["tools"].get("maxItems").is_none(), "its own form");
     }
 }

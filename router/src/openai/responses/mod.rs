@@ -11,5 +11,7 @@ mod stream;
 
 pub(crate) use object::{Frame, whole};
 pub(crate) use request::{read, reworded};
+#[cfg(test)]
+pub(super) use schema::OTHERWISE;
 pub(super) use schema::{request_schema, schema};
 pub(crate) use stream::Events;

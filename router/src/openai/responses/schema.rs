@@ -1,34 +1,58 @@
 //! The schemas of a request and a response, for the API's document. Both are JSON without types here: a request is rewritten as a chat.
 
+use schemars::SchemaGenerator;
 use serde_json::{Value, json};
 
-/// A request.
-pub(crate) fn request_schema() -> Value {
+use crate::openai::types::{ChatFields, CommonFields};
+
+/// Fields of chats that have another name or form here, are refused, or have no effect.
+pub(crate) const OTHERWISE: [&str; 8] = [
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "n",
+    "response_format",
+    "return_token_ids",
+    "stream_options",
+];
+
+/// A request: its own fields, and those that it shares with a chat.
+pub(crate) fn request_schema(generator: &mut SchemaGenerator) -> Value {
+    generator.subschema_for::<ChatFields>();
+    generator.subschema_for::<CommonFields>();
+    let of = |name: &str| generator.definitions().get(name).and_then(|schema| schema["properties"].as_object());
+    let mut fields: serde_json::Map<_, _> = ["ChatFields", "CommonFields"]
+        .into_iter()
+        .filter_map(of)
+        .flatten()
+        .map(|(n, s)| (n.clone(), s.clone()))
+        .collect();
+    fields.retain(|name, _| !OTHERWISE.contains(&name.as_str()));
+    if let Value::Object(own) = own() {
+        fields.extend(own);
+    }
+    json!({"type": "object", "required": ["input"], "properties": fields})
+}
+
+/// The fields that chats lack, or have in another form.
+fn own() -> Value {
     let texts = json!({"type": "array", "items": {"type": "object"}});
     json!({
-        "type": "object",
-        "required": ["input"],
-        "properties": {
-            "model": {"type": ["string", "null"]},
-            "input": {
-                "description": "A text, or items: messages, function calls and their outputs, thoughts.",
-                "anyOf": [{"type": "string"}, texts],
-            },
-            "instructions": {"type": ["string", "null"], "description": "The system message."},
-            "max_output_tokens": {"type": ["integer", "null"], "minimum": 0},
-            "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 100},
-            "top_p": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
-            "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
-            "include": {"type": ["array", "null"], "items": {"type": "string"}},
-            "stream": {"type": ["boolean", "null"]},
-            "text": {"type": ["object", "null"], "description": "`format`: text, json_object, or json_schema with a name and a schema."},
-            "tools": {"type": ["array", "null"], "items": {"type": "object"}, "description": "Functions of the client."},
-            "tool_choice": {"description": "none, auto, required, or a function."},
-            "parallel_tool_calls": {"type": ["boolean", "null"]},
-            "reasoning": {"type": ["object", "null"]},
-            "metadata": {"type": ["object", "null"]},
-            "store": {"type": ["boolean", "null"], "description": "Nothing is stored, whatever it says."},
+        "input": {
+            "description": "A text, or items: messages, function calls and their outputs, thoughts.",
+            "anyOf": [{"type": "string"}, texts],
         },
+        "instructions": {"type": ["string", "null"], "description": "The system message."},
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 0},
+        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "text": {"type": ["object", "null"], "description": "`format`: text, json_object, or json_schema with a name and a schema."},
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}, "description": "Functions of the client."},
+        "reasoning": {"type": ["object", "null"], "description": "`effort`: none keeps the model from thinking."},
+        "metadata": {"type": ["object", "null"]},
+        "user": {"type": ["string", "null"]},
+        "truncation": {"enum": ["disabled", null]},
+        "store": {"type": ["boolean", "null"], "description": "Nothing is stored, whatever it says."},
     })
 }
 
