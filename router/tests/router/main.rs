@@ -16,6 +16,7 @@ mod late;
 mod listeners;
 mod logprobs;
 mod models;
+mod public_tls;
 mod reasoning;
 mod recall;
 mod recovery;
