@@ -84,6 +84,15 @@ fn text(placements: &[Value]) -> String {
             let _ =
                 writeln!(text, "  next best of {} options: {}", placement["options"], workers(&placement["next_best"]));
         }
+        for (way, from) in [("loads", "its own store"), ("fetches", "another worker")] {
+            let moved = &placement[way];
+            if let Some(tokens) = moved["tokens"].as_u64() {
+                let _ = writeln!(text, "  to take from {from}: {tokens} tokens in {}", ms(&moved["seconds"]));
+            }
+        }
+        if let Some(tokens) = placement["measured"]["cached_tokens"].as_u64() {
+            let _ = writeln!(text, "  not computed: {tokens} tokens that were cached, fetched or loaded");
+        }
         let _ = writeln!(text, "  {:<46}{:>11}{:>14}", "", "predicted", "measured");
         for (field, meaning) in [("first_token_s", "time to the first token"), ("token_s", "from token to token")] {
             let _ =
@@ -117,7 +126,8 @@ mod tests {
         let told = text(&[
             json!({"decode": "d1", "prefill": "p1", "predicted": of(0.1), "options": 4,
                    "next_best": {"decode": "d2", "prefill": null, "predicted": of(0.2)},
-                   "measured": {"first_token_s": 0.3, "token_s": null}}),
+                   "loads": {"tokens": 320, "seconds": 0.0125},
+                   "measured": {"first_token_s": 0.3, "token_s": null, "cached_tokens": 304}}),
             json!({"rejected": "too late"}),
         ]);
         assert!(told.starts_with("prefill p1, decode d1\n"), "{told}");
@@ -125,6 +135,10 @@ mod tests {
         assert!(line("until the prompts").ends_with("100.0 ms      200.0 ms"), "{told}");
         assert!(line("next best of").ends_with("4 options: decode d2, which computes the prompt itself"));
         assert!(line("time to the first").ends_with("250.0 ms      300.0 ms") && line("from token").ends_with('-'));
+        assert!(
+            told.contains("to take from its own store: 320 tokens in 12.5 ms\n  not computed: 304 tokens that"),
+            "{told}"
+        );
         assert!(told.ends_with("rejected: too late\n"));
         assert!(text(&[json!({"decode": "d1"})]).contains("nothing was predicted"));
     }

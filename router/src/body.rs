@@ -12,6 +12,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::RequestError;
+use crate::http::LARGE;
 
 /// A body may pause this long: it has to bring [`PACE`] bytes a second, counted over this time at most. What came fast before buys no more.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -91,7 +92,7 @@ impl Bodies {
 
     /// Takes memory for what reading a body makes of it, before it is read. Fails if that is too much, or if there is not enough left.
     pub fn weigh(&self, held: &mut Held) -> Result<(), RequestError> {
-        let (values, elements) = count(&held.bytes);
+        let (values, elements) = if held.bytes.len() < LARGE { at_most(&held.bytes) } else { count(&held.bytes) };
         if values > MAX_VALUES {
             let wrong = format!("the body has {values} texts, arrays and objects; at most {MAX_VALUES} are allowed");
             return Err(RequestError::new(ErrorKind::TooLarge, wrong).code("request_too_large"));
@@ -185,6 +186,12 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
     Some(varint.iter().rev().fold(0, |value, byte| value << 7 | u64::from(byte & 0x7f)))
 }
 
+/// How many texts, arrays and objects JSON has at most, and how many commas. Several times as fast as [`count`], since it does not look what is text.
+fn at_most(json: &[u8]) -> (usize, usize) {
+    let of = |wanted: u8| json.iter().filter(|byte| **byte == wanted).count();
+    (of(b'"') / 2 + of(b'{') + of(b'['), of(b','))
+}
+
 /// How many texts, arrays and objects JSON has, and how many commas.
 pub(crate) fn count(json: &[u8]) -> (usize, usize) {
     let (mut values, mut elements, mut in_text) = (0, 0, false);
@@ -214,6 +221,7 @@ mod tests {
         assert_eq!(count(br#"{"a": [1, 2, "b,{[\\"], "c\"]": null}"#), (5, 3));
         assert_eq!(count(br#""\\\" , [""#), (1, 0));
         assert_eq!(count(b""), (0, 0));
+        assert_eq!(at_most(br#"{"a": [1, 2, "b,{[\\"], "c\"]": null}"#), (7, 4), "what is in texts counts, too");
     }
 
     /// I5: what is small as text and large once it is read counts as what it will be.

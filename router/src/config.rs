@@ -136,6 +136,7 @@ baton_runtime::config! {
         idle_timeout: Duration = Duration::from_secs(75),
         /// A gRPC connection is asked to end after this long, so that clients spread over routers that were added; default: never. Its
         /// calls end first. A call that begins at that moment is sent again by most clients; those made with tonic must do so themselves.
+        /// One that has not ended when request_timeout and send_timeout are over after that is cut.
         connection_age: Option<Duration> = None,
         /// An answer whose client reads nothing of it for this long, while more is there, is given up; so is one whose client cannot be reached
         /// for this long.

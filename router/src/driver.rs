@@ -153,7 +153,7 @@ impl Driver {
         loop {
             let input = match choice.next_effect() {
                 Some(Effect::Finish { reason, cached_tokens }) => {
-                    self.forecast.ended();
+                    self.forecast.ended(cached_tokens);
                     self.trace.finished(reason, cached_tokens);
                     return self.sink.finish(reason, cached_tokens, self.job.deadline).await;
                 }

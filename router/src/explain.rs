@@ -32,6 +32,8 @@ struct Placement {
     outcome: Result<Chosen, String>,
     /// Seconds to the first token, and from one token to the next.
     measured: (Option<f64>, Option<f64>),
+    /// Tokens of the prompt that were not computed, as the answer said at its end.
+    cached: Option<u32>,
 }
 
 impl Recent {
@@ -66,6 +68,7 @@ impl Explanations {
             at: Instant::now(),
             outcome,
             measured: (None, None),
+            cached: None,
         });
         recent.first + recent.placements.len() as u64 - 1
     }
@@ -75,6 +78,13 @@ impl Explanations {
         if let Some(placement) = self.recent().of_number(number) {
             let (known_first, known_token) = placement.measured;
             placement.measured = (first.or(known_first), token.or(known_token));
+        }
+    }
+
+    /// Adds how many tokens of the prompt were not computed: they were cached, fetched or loaded.
+    pub fn cached(&self, number: u64, tokens: u32) {
+        if let Some(placement) = self.recent().of_number(number) {
+            placement.cached = Some(tokens);
         }
     }
 
@@ -117,7 +127,8 @@ impl Placement {
             });
         }
         let (first, token) = self.measured;
-        told["measured"] = json!({"first_token_s": first.map(round), "token_s": token.map(round)});
+        told["measured"] =
+            json!({"first_token_s": first.map(round), "token_s": token.map(round), "cached_tokens": self.cached});
         told
     }
 }
@@ -174,12 +185,13 @@ mod tests {
         let number = explanations.placed(&request, &Ok(Chosen { load, ..chosen(7) }), None);
         explanations.measured(number, Some(0.25), None);
         explanations.measured(number, None, Some(0.0123456789));
+        explanations.cached(number, 304);
         explanations.placed(&request, &Err(Failure::new(ErrorKind::ResourceExhausted, "too late")), None);
         let told = explanations.of("r", None);
         assert_eq!((told.len(), &told[1]), (2, &json!({"rejected": "too late"})));
         assert_eq!(told[0]["decode"], WorkerId(7).to_string());
         assert_eq!((&told[0]["predicted"]["queue_s"], &told[0]["options"]), (&json!(0.5), &json!(3)));
-        assert_eq!(told[0]["measured"], json!({"first_token_s": 0.25, "token_s": 0.012346}));
+        assert_eq!(told[0]["measured"], json!({"first_token_s": 0.25, "token_s": 0.012346, "cached_tokens": 304}));
         assert_eq!(told[0]["loads"], json!({"tokens": 320, "seconds": 0.012346}));
         assert!(explanations.of("s", None).is_empty());
         assert!(explanations.of("r", Some(Instant::now())).is_empty(), "of an earlier request with this id");

@@ -66,8 +66,11 @@ impl Forecast {
         }
     }
 
-    /// The answer is complete.
-    pub fn ended(&self) {
+    /// The answer is complete; so many tokens of its prompt were not computed.
+    pub fn ended(&self, cached_tokens: u32) {
+        if let Some(placed) = &self.now {
+            self.workers.cached(placed.number, cached_tokens);
+        }
         let Some(Placed { chosen, number, tokens: Some((first, last, tokens @ ENOUGH..)), .. }) = &self.now else {
             return;
         };

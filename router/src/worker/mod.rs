@@ -369,6 +369,11 @@ impl Workers {
         self.explanations.measured(number, first, token);
     }
 
+    /// So many tokens of the prompt that was so placed were not computed.
+    pub fn cached(&self, number: u64, tokens: u32) {
+        self.explanations.cached(number, tokens);
+    }
+
     /// Why a request was placed where it was; nothing if it is not known, or not any more.
     pub fn explain(&self, request: &str, since: Option<Instant>) -> Vec<serde_json::Value> {
         self.explanations.of(request, since)

@@ -303,7 +303,8 @@ async fn a_request_that_asks_is_told_why_it_was_placed_so() {
         let last = told.as_array().unwrap().last().unwrap();
         assert!(last["prefill"].is_string() && last["options"] == 2 && last["predicted"]["sum_s"].is_f64(), "{told}");
         assert_ne!(last["next_best"]["decode"], last["decode"]);
-        assert!(stream || last["measured"]["first_token_s"].is_f64());
+        let measured = &last["measured"];
+        assert!(stream || measured["first_token_s"].is_f64() && measured["cached_tokens"].is_u64(), "{told}");
     }
     cluster.stop().await;
 }
