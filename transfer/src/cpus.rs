@@ -42,6 +42,11 @@ impl Cpus {
         Cpus(self.0.iter().copied().take(count).collect())
     }
 
+    /// Those that `others` does not hold.
+    pub fn without(&self, others: &Cpus) -> Cpus {
+        Cpus(self.0.difference(&others.0).copied().collect())
+    }
+
     /// Whether `others` holds none of them.
     pub fn are_apart(&self, others: &Cpus) -> bool {
         self.0.is_disjoint(&others.0)
@@ -61,7 +66,7 @@ impl Cpus {
 
     /// The CPUs that the threads of an end run on: those that are named here.
     ///
-    /// If none are named and the process may use few, each end has every second one, the other end the others. So the sender copies on one CPU while
+    /// If none are named and the process may use few, one end has the even ones, the other end the odd ones. So the sender copies on one CPU while
     /// the receiver digests on another, also where they are two processes: the system sometimes queues both for one CPU.
     pub(crate) fn of(&self, end: End) -> Result<Cpus, TransferError> {
         self.check()?;
@@ -71,10 +76,12 @@ impl Cpus {
         Ok(Cpus::allowed().map(|allowed| allowed.half(end)).unwrap_or_default())
     }
 
-    /// Every second of them. Empty, for any, if there is only one, or if there are many.
+    /// Those with even numbers, or with odd ones, so that ends with different sets have different CPUs, too. Empty, for any, if one end would have
+    /// none, or if there are many.
     fn half(&self, end: End) -> Cpus {
-        let few = (2..=FEW).contains(&self.0.len());
-        Cpus(self.0.iter().copied().skip(end as usize).step_by(2).filter(|_| few).collect())
+        let of = |end: End| self.0.iter().copied().filter(move |cpu| cpu % 2 == end as usize);
+        let both = of(End::Receiver).next().is_some() && of(End::Sender).next().is_some();
+        Cpus(of(end).filter(|_| both && self.0.len() <= FEW).collect())
     }
 
     /// Pins this thread to them. If the process has lost them since they were checked, the thread runs where it may.
@@ -167,9 +174,11 @@ mod tests {
             [End::Receiver, End::Sender].map(|end| cpus.half(end).to_string())
         };
         assert_eq!(halves("0-1"), ["0", "1"]);
-        assert_eq!(halves("3,5,8-10"), ["3,8,10", "5,9"]);
+        assert_eq!(halves("3,5,8-10"), ["8,10", "3,5,9"]);
         let any = ["", ""];
-        assert_eq!((halves("4"), halves("0-16")), (any.map(String::from), any.map(String::from)));
+        for cpus in ["4", "4,6", "0-16"] {
+            assert_eq!(halves(cpus), any, "{cpus}");
+        }
         assert_ne!(halves("0-15"), any);
     }
 }

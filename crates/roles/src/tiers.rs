@@ -67,8 +67,8 @@ pub enum Effect {
     Offer(Box<Prefix>),
     /// A sequence that was preempted, or whose prefix had no room, could start now. Answered by [`Command::Load`], if the store holds any of this.
     Returns(Box<Prefix>),
-    /// There is no room for a prefix yet. What of it is slow to read may be brought to host memory meanwhile.
-    Warm(Box<Prefix>),
+    /// There is no room for a prefix yet, of which so many tokens are in the pool. What is slow to read may be brought to host memory meanwhile.
+    Warm(Box<Prefix>, u32),
     /// Copy the store's blocks into these, and verify them.
     Load(Box<Move>),
     /// Copy these blocks into the store.
@@ -172,7 +172,7 @@ impl Tiers {
             // Its prompt waits for room, too, and asks again when there is.
             Ok(None) | Err(EngineError::NoRoom { .. }) => {
                 desk.engine.asks_later(prefix.request_id.clone());
-                out.push(Effect::Warm(Box::new(prefix)));
+                out.push(Effect::Warm(Box::new(prefix), here));
             }
             // It is on its way already, or can never be fetched.
             Err(_) => {}

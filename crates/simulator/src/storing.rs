@@ -116,7 +116,7 @@ impl World {
                 return Ok(Some(Command::Streams(seq)));
             }
             Effect::Save(what) => kept.begin(what, false),
-            Effect::Warm(_) => {}
+            Effect::Warm(..) => {}
             Effect::Abort(seq) => kept.give_up(seq),
             Effect::Loaded { tokens, .. } => self.summary.stored_tokens += u64::from(tokens),
         }

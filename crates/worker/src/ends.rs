@@ -12,6 +12,7 @@ use baton_types::WorkerId;
 use metrics::{counter, gauge};
 
 use crate::engine_thread::Message;
+use crate::settings::transfer_cpus;
 use crate::{Commands, Node, WorkerError, kv_converter};
 
 /// A worker's ends of handoffs.
@@ -69,7 +70,7 @@ fn receiving(node: &Node) -> ReceiverOptions {
         ucx: node.config.ucx(),
         tls: node.transfer_tls(),
         sockets: node.config.transfers.transfer_sockets.clone(),
-        cpus: node.config.transfers.transfer_cpus.0.clone(),
+        cpus: transfer_cpus(&node.config),
         limits: node.config.transfer_limits(),
         verify: true,
     }
@@ -85,7 +86,7 @@ fn sending(node: &Node) -> SenderOptions {
         tls: node.transfer_tls(),
         tcp_connections: node.config.transfers.tcp_connections,
         sockets: node.config.transfers.transfer_sockets.clone(),
-        cpus: node.config.transfers.transfer_cpus.0.clone(),
+        cpus: transfer_cpus(&node.config),
         limits: node.config.transfer_limits(),
         convert: Some(kv_converter()),
         verify: true,

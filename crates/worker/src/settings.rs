@@ -29,6 +29,18 @@ fn check_cpus(config: &WorkerConfig) -> Result<(), WorkerError> {
     check(cpus.are_apart(&taken), "transfer_cpus", cpus, must)
 }
 
+/// The CPUs for transfers: those that are named, or else those that pinned compute threads leave, if any.
+pub(crate) fn transfer_cpus(config: &WorkerConfig) -> Cpus {
+    let named = &config.transfers.transfer_cpus.0;
+    match Cpus::allowed() {
+        Ok(allowed) if config.pin_threads && *named == Cpus::default() => {
+            let left = allowed.without(&allowed.first(config.threads.unwrap_or(usize::MAX)));
+            if left == Cpus::default() { allowed } else { left }
+        }
+        _ => named.clone(),
+    }
+}
+
 /// Checks settings that are times. Of transfers (I5), a bound of zero would fail every handoff, and one missed heartbeat does not mean a
 /// lost peer.
 fn check_limits(config: &WorkerConfig) -> Result<(), WorkerError> {
@@ -146,6 +158,13 @@ mod tests {
             check_settings(&WorkerConfig { threads: Some(threads), pin_threads: true, ..config })
                 .map_err(|error| error.to_string())
         };
+        let all = Cpus::allowed().unwrap();
+        let left = |threads: usize, pin_threads: bool| {
+            transfer_cpus(&WorkerConfig { threads: Some(threads), pin_threads, ..WorkerConfig::default() })
+        };
+        assert_eq!(left(1, false), Cpus::default());
+        assert!(left(1, true).are_apart(&all.first(1)) || all.first(1) == all, "{}", left(1, true));
+        assert_eq!(left(9999, true), all, "there are none left: any");
         let error = refused_pinned(1).unwrap_err();
         assert!(error.contains("where pin_threads keeps the compute threads; lower threads"), "{error}");
         let all = "transfer_cpus is 0-1023; it must be among the CPUs this process may use, ";

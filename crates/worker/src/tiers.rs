@@ -9,7 +9,9 @@ pub(crate) mod memory;
 mod pace;
 mod pins;
 mod threads;
+mod warm;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,20 +19,18 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use baton_engine::{BlockName, Eviction, Exchange as Prefix, NewSequence, Prefix as CacheKey};
-use baton_kv_store::{
-    BlockKey, Counters, DiskConfig, Identity, ObjectConfig, Reason, Shape, StoreConfig, Tier, object_bytes,
-};
+use baton_kv_store::{Counters, DiskConfig, Identity, ObjectConfig, Reason, Shape, StoreConfig, Tier, object_bytes};
 use baton_proto::v1;
 use baton_roles::tiers::{Command, Effect, Move, first_lacking, usable};
 use baton_runtime::metrics as names;
 use baton_store::{About, KvStore, Objects, Settings};
-use baton_types::{BlockId, KvLayout, RequestId, SeqId, Time};
+use baton_types::{KvLayout, RequestId, SeqId, Time};
 use expected::Expected;
 pub(crate) use loading::Loading;
 use metrics::{counter, gauge};
 use pace::Paces;
 use pins::Pins;
-use threads::{Load, Parts};
+use threads::{Lane, Load, Parts};
 
 use crate::error::{WorkerError, check};
 use crate::news::WorkerNews;
@@ -60,9 +60,11 @@ pub(crate) struct TiersShell {
     pace: Arc<Paces>,
     /// How long it takes to load what is asked for.
     expected: Arc<Expected>,
-    /// Most blocks of a prefix that are brought to host memory before there is room for it in the pool.
-    warms: usize,
-    loads: mpsc::Sender<Load>,
+    /// The load that was asked for last.
+    asked: Cell<Option<Asked>>,
+    /// What is wholly in host memory, and the rest.
+    loads: [Lane; 2],
+    warms: mpsc::SyncSender<warm::Wanted>,
     saves: mpsc::Sender<Box<Move>>,
     /// Loads under way.
     loading: HashMap<SeqId, Arc<Loading>>,
@@ -74,6 +76,15 @@ pub(crate) struct TiersShell {
     counted: Instant,
     /// Blocks that were not in a device's memory as they were stored.
     garbled: Arc<AtomicU64>,
+}
+
+/// A load that was asked for.
+struct Asked {
+    request_id: RequestId,
+    /// How long it takes once it has begun.
+    seconds: f64,
+    /// All of it is in host memory.
+    near: bool,
 }
 
 /// Checks the settings and opens the store; `None`: there is none.
@@ -188,7 +199,8 @@ impl TiersShell {
         let parts = Parts { store: &store, node, slots: slots as usize, by_layer, garbled: &garbled, pace: &pace };
         let loads = threads::start_loads(&parts, &commands)?;
         let saves = threads::start_saves(&parts, commands)?;
-        let expected = Arc::new(Expected::new(pace.usual(lowest(store.limit_bytes()))));
+        let expected = Arc::new(Expected::new(Arc::clone(&pace), lowest(store.limit_bytes())));
+        let warms = warm::start(Arc::clone(&store), layout.groups.len(), slots as usize / 8)?;
         let block_bytes = store.shape().data_bytes();
         // A quarter of the slots is left for what comes and goes.
         let most = (slots * u64::from(node.config.max_kept_percent) / 100).min(slots - slots / 4);
@@ -202,8 +214,9 @@ impl TiersShell {
             layout,
             pace,
             expected,
-            warms: slots as usize / 8,
+            asked: Cell::default(),
             loads,
+            warms,
             saves,
             loading,
             keeping,
@@ -223,11 +236,18 @@ impl TiersShell {
     /// What to load for a prompt that comes next.
     pub fn sees(&self, new: &NewSequence) -> Option<Command> {
         let prefix = new.prefix.filter(|_| new.params.prompt_logprobs.is_none())?;
+        self.seen(prefix, &new.tokens);
         self.load(&new.request_id, prefix, &new.tokens)
+    }
+
+    /// Tells the store what is asked for: once for each request.
+    fn seen(&self, prefix: CacheKey, tokens: &[u32]) {
+        self.store.seen(prefix.root.chain(tokens, self.store.shape().block_size()).collect());
     }
 
     /// What to load of a prefix that is to be served to another worker next, or that a prompt may need soon.
     pub fn sees_prefix(&self, wanted: &Prefix) -> Option<Command> {
+        self.seen(wanted.prefix, &wanted.tokens);
         self.load(&wanted.request_id, wanted.prefix, &wanted.tokens)
     }
 
@@ -235,21 +255,23 @@ impl TiersShell {
         let size = self.store.shape().block_size();
         let names: Vec<BlockName> = prefix.root.chain(tokens, size).collect();
         let held = self.store.held_groups(&names);
-        self.store.seen(names);
         let most = held.len().min(tokens.len().saturating_sub(1) / size as usize);
         let blocks = usable(&self.layout, &groups(&held[..most]));
         if (blocks as u32) * size < LEAST {
             return None;
         }
-        let takes = |pace: &dyn Fn(Tier) -> f64| held.iter().take(blocks).map(|(tier, _)| pace(*tier)).sum::<f64>();
-        let nanos = takes(&|tier| self.pace.of(tier));
-        self.expected.found(nanos / blocks as f64);
+        let tiers = || held.iter().take(blocks).map(|(tier, _)| *tier);
+        self.expected.found(tiers());
         let of_bytes = |nanos: f64| nanos * self.block_bytes as f64 / 1e9;
+        let seconds = of_bytes(tiers().map(|tier| self.pace.of(tier)).sum());
+        let usual = of_bytes(tiers().map(|tier| self.pace.usual(tier)).sum());
+        let near = tiers().all(|tier| tier == Tier::Host);
         // Those under way go before it, several at a time.
-        let before = self.loading.values().map(|loading| loading.seconds).sum::<f64>() / threads::LOADERS as f64;
-        let most = (of_bytes(takes(&|tier| self.pace.usual(tier))) + before) * PATIENCE;
+        let others = self.loading.values().filter(|other| other.near == near);
+        let before = others.map(|other| other.seconds).sum::<f64>() / self.loads[usize::from(!near)].threads as f64;
+        let most = (usual + before) * PATIENCE;
         let patience = Duration::try_from_secs_f64(most).unwrap_or(Duration::MAX).max(LEAST_PATIENCE);
-        let seconds = of_bytes(nanos);
+        self.asked.set(Some(Asked { request_id: request_id.clone(), seconds: usual, near }));
         let tokens = tokens[..blocks * size as usize + 1].to_vec();
         let deadline = self.clock.now().after_ms(patience.as_millis() as u64);
         let prefix = Prefix { request_id: request_id.clone(), tokens, prefix, deadline };
@@ -260,15 +282,16 @@ impl TiersShell {
     pub fn perform(&mut self, effect: Effect) -> Option<Command> {
         match effect {
             Effect::Offer(prefix) => return self.lacks(&prefix).map(|first| Command::Save(prefix, first)),
-            Effect::Returns(prefix) => return self.sees_prefix(&prefix),
-            Effect::Warm(prefix) => self.warm(&prefix),
+            // It was seen when it came.
+            Effect::Returns(wanted) => return self.load(&wanted.request_id, wanted.prefix, &wanted.tokens),
+            Effect::Warm(prefix, here) => drop(self.warms.try_send((prefix, here))),
             Effect::Load(what) => {
-                let bytes = what.blocks.first().map_or(0, Vec::len) * self.block_bytes;
-                let loading = Arc::new(Loading::of(self.expected.nanos() * bytes as f64 / 1e9));
-                let seq = what.seq;
+                let asked = self.asked.take().filter(|asked| asked.request_id == what.prefix.request_id);
+                let (seconds, near) = asked.map_or((0.0, false), |asked| (asked.seconds, asked.near));
+                let (seq, loading) = (what.seq, Arc::new(Loading::of(seconds, near)));
                 self.loading.insert(seq, Arc::clone(&loading));
-                let load = Load { what, loading, asked: Instant::now() };
-                return self.loads.send(load).err().map(|_| Command::Loaded(seq, false));
+                let begun = self.loads[usize::from(!near)].load(Load { what, loading, asked: Instant::now() });
+                return (!begun).then_some(Command::Loaded(seq, false));
             }
             Effect::Save(what) => {
                 let seq = what.seq;
@@ -287,19 +310,6 @@ impl TiersShell {
             }
         }
         None
-    }
-
-    /// Brings what of a prefix is not in host memory there, as far as it does not drive out too much. A block that is got and dropped is read all the same.
-    fn warm(&self, prefix: &Prefix) {
-        let names = self.names(prefix);
-        let below = self.store.held_groups(&names).into_iter().map(|(tier, groups)| (tier != Tier::Host, groups));
-        let seats = vec![vec![BlockId(0); names.len()]; self.layout.groups.len()];
-        let all = Move { seq: SeqId(0), prefix: prefix.clone(), first: 0, blocks: seats };
-        let blocks = all.copies(self.store.shape().block_size()).into_iter().zip(below);
-        for (block, (_, groups)) in blocks.filter(|(_, (below, _))| *below).take(self.warms) {
-            let (name, parent, tokens) = (block.name, block.parent, block.tokens.into());
-            drop(self.store.get(BlockKey { name, parent, tokens, groups }));
-        }
     }
 
     /// A load whose layers a step waits for.

@@ -68,8 +68,9 @@ fn sessions_run_on_the_cpus_that_are_named() {
 fn the_two_ends_have_different_cpus_if_none_are_named_and_there_are_few() {
     let [sender, receiver] = sessions_of(&Cpus::default());
     let all = Cpus::allowed().unwrap();
-    match all.first(1) != all && all.first(16) == all {
+    // Of two CPUs with neighbouring numbers one is even.
+    match all.to_string().contains('-') && all.first(16) == all {
         true => assert!(sender.are_apart(&receiver) && sender.are_among(&all) && receiver.are_among(&all)),
-        false => assert_eq!([&sender, &receiver], [&all, &all]),
+        false => assert!(sender.are_among(&all) && receiver.are_among(&all)),
     }
 }

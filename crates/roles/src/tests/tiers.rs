@@ -295,7 +295,7 @@ fn what_has_no_room_is_warmed_and_asked_for_again() {
         let [Effect::Load(what)] = &effects[..] else { panic!("{effects:?}") };
         loads.push(what.seq);
     }
-    assert_eq!(give(&mut rig, Command::Load { prefix: prefix(), seconds: 0.1 }), [Effect::Warm(prefix())]);
+    assert_eq!(give(&mut rig, Command::Load { prefix: prefix(), seconds: 0.1 }), [Effect::Warm(prefix(), 0)]);
     prompt(&mut rig);
     // One of the others has ended meanwhile.
     give(&mut rig, Command::Loaded(loads[0], false));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_kv_store::{BlockKey, BlockName, Decline, Part, Tier};
+use baton_kv_store::{BlockKey, BlockName, Decline, Miss, Part, Tier};
 use baton_roles::tiers::{Copied, Move, is_hole};
 use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
@@ -22,6 +22,8 @@ use super::pace::Paces;
 
 /// How long a block is waited for before a load looks whether it was given up.
 const LOOKS: Duration = Duration::from_millis(100);
+/// A pause while the store has too much to read.
+const BUSY: Duration = Duration::from_millis(2);
 /// Bytes of a layer that a device is given at a time.
 const STAGED: usize = 1 << 20;
 
@@ -106,20 +108,34 @@ impl Copier {
     /// any came from. `None`: not all of them are there, or `each` says no.
     fn gather(
         &mut self,
-        mut keys: impl Iterator<Item = (BlockKey, Vec<BlockId>)>,
+        keys: impl Iterator<Item = (BlockKey, Vec<BlockId>)>,
         loading: &Loading,
         paces: &Paces,
         mut each: impl FnMut(&mut Self, Reading, Vec<BlockId>, Instant) -> bool,
     ) -> Option<Tier> {
-        let mut lowest = Tier::Host;
+        let (mut lowest, mut keys) = (Tier::Host, keys.peekable());
         let mut asked: VecDeque<(BlockName, Got, Vec<BlockId>)> = VecDeque::new();
         loop {
             while asked.len() < self.ahead
-                && let Some((key, blocks)) = keys.next()
+                && let Some((key, _)) = keys.peek()
             {
-                asked.push_back((key.name, self.store.get(key), blocks));
+                let got = self.store.get(key.clone());
+                if matches!(got, Got::Missed(Miss::Busy)) {
+                    // Others read, too.
+                    break;
+                }
+                asked.extend(keys.next().map(|(key, blocks)| (key.name, got, blocks)));
             }
-            let Some((name, got, blocks)) = asked.pop_front() else { return Some(lowest) };
+            let Some((name, got, blocks)) = asked.pop_front() else {
+                if keys.peek().is_none() {
+                    return Some(lowest);
+                }
+                if loading.is_given_up() {
+                    return None;
+                }
+                std::thread::sleep(BUSY);
+                continue;
+            };
             let begun = Instant::now();
             let reading = match got {
                 Got::Ready(reading) => Some(reading),

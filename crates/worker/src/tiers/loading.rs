@@ -8,6 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub(crate) struct Loading {
     /// Seconds that it is expected to take once it has begun.
     pub(super) seconds: f64,
+    /// All of it is in host memory.
+    pub(super) near: bool,
     given_up: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
@@ -22,9 +24,9 @@ struct Progress {
 }
 
 impl Loading {
-    /// A load that is expected to take so long.
-    pub fn of(seconds: f64) -> Loading {
-        Loading { seconds, ..Loading::default() }
+    /// A load that is expected to take so long. `near`: all of it is in host memory.
+    pub fn of(seconds: f64, near: bool) -> Loading {
+        Loading { seconds, near, ..Loading::default() }
     }
 
     /// A load that is over and has brought nothing.

@@ -89,7 +89,9 @@ impl Paces {
     fn take_in(&self, tier: Tier, took: Duration, bytes: usize, now: Duration) {
         let new = nanos(took, bytes);
         let followed = match self.measured(tier) {
-            Some(old) => old + FOLLOW * (new - old),
+            // What was forgotten comes back only if it is slow again.
+            Some(old) if new > self.at(tier, now) => old + FOLLOW * (new - old),
+            Some(_) => self.at(tier, now) + FOLLOW * (new - self.at(tier, now)),
             None => BEST[tier as usize] + FIRST * (new - BEST[tier as usize]),
         };
         let pace = &self.tiers[tier as usize];
@@ -123,6 +125,9 @@ mod tests {
         // One more measurement, and it is known again.
         paces.take_in(Tier::Object, Duration::from_secs(1), 1_000_000, 60 * MINUTE);
         assert!(paces.at(Tier::Object, 60 * MINUTE) > slow);
+        // Or it is fast by now, and what was slow is over.
+        paces.take_in(Tier::Object, Duration::from_micros(300), 1_000_000, 120 * MINUTE);
+        assert!(paces.at(Tier::Object, 120 * MINUTE) < 0.3);
     }
 
     #[test]

@@ -436,6 +436,56 @@ fn a_load_that_is_given_up_says_how_slow_the_tier_is_at_least() {
     assert!(paces.of(Tier::Host) < 0.1);
 }
 
+/// A store whose blocks lie among the objects in a folder, and that fetches one at a time.
+fn over_objects(folder: &std::path::Path) -> Arc<KvStore> {
+    let shape = Shape::new(&tiny_layout(4)).unwrap();
+    let object = ObjectConfig::of_size(1 << 20, &shape).ok();
+    let mut config = StoreConfig { object, ..StoreConfig::new(shape, Identity::default(), 16, None) };
+    config.limits.fetches = 1;
+    let objects = Objects::open(&format!("file://{}", folder.display())).ok();
+    let store = Arc::new(KvStore::over(None, objects, config, 0, None).unwrap());
+    assert!(store.settled(Duration::from_secs(60)));
+    store
+}
+
+/// Others may have all that the store reads at a time.
+#[test]
+fn a_load_waits_while_the_store_reads_as_much_as_it_may() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, blocks) = (over_objects(folder.path()), what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]));
+    copier(1, &store).copier.save(&blocks);
+    assert!(store.flush(Duration::from_secs(60)));
+    drop(store);
+    let mut to = copier(9, &over_objects(folder.path()));
+    assert_eq!(to.copier.ahead, 2);
+    assert_eq!(to.copier.load(&blocks, &Loading::default(), &|| (), &Paces::new()), Some(Tier::Object));
+}
+
+#[test]
+fn what_has_no_room_in_the_pool_comes_to_host_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let seats = [[0, 1, 2], [3, 4, 5]].map(|list| list.map(BlockId).to_vec()).to_vec();
+    let all = Move { first: 0, blocks: seats, ..what([[BlockId(0); 2]; 2]) };
+    let store = over_objects(folder.path());
+    let mut from = copier(1, &store);
+    from.copier.save(&all);
+    let names: Vec<_> = from.copier.keys(&all).into_iter().map(|(key, _)| key.name).collect();
+    assert!(store.flush(Duration::from_secs(60)));
+    drop((from, store));
+    let store = over_objects(folder.path());
+    let tiers = || store.held_groups(&names).into_iter().map(|(tier, _)| tier).collect::<Vec<_>>();
+    assert_eq!(tiers(), [Tier::Object; 3]);
+    let warms = warm::start(Arc::clone(&store), 2, 8).unwrap();
+    // The first block is in the pool.
+    warms.send((Box::new(all.prefix), 4)).unwrap();
+    let begun = Instant::now();
+    while tiers() != [Tier::Object, Tier::Host, Tier::Host] {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", tiers());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    store.check().unwrap();
+}
+
 #[test]
 fn the_status_tells_of_the_tiers_that_there_are() {
     let (store, blocks) = (store(), [[BlockId(1), BlockId(2)], [BlockId(3), BlockId(4)]]);

@@ -19,10 +19,12 @@ use crate::engine_thread::Message;
 use crate::error::WorkerError;
 use crate::{Commands, Node};
 
-/// Most threads that load, each one prefix at a time: what is in host memory does not wait for what is in an object store.
-pub(super) const LOADERS: usize = 4;
-/// Blocks that a thread asks for before the first of them is copied, so that a disk has enough to do.
-const AHEAD: usize = 32;
+/// Most threads that load from disk and object store, each one prefix at a time. What is in host memory has a thread of its own, and does not wait for
+/// them.
+const FAR: usize = 3;
+/// Blocks that a thread asks for before the first of them is copied, so that a disk has enough to do. All threads together ask for no more than the
+/// store reads at a time (`StoreLimits::reads`).
+const AHEAD: usize = 16;
 /// Most blocks of a load that are in use in host memory at a time: half of what the store has in use at most, since others need some, too.
 const TOGETHER: usize = 2048;
 
@@ -52,7 +54,7 @@ impl Parts<'_> {
             store: Arc::clone(self.store),
             memory: Memory::of(&self.node.pool)?,
             geometry: self.node.geometry.clone(),
-            ahead: (self.slots / 4 / LOADERS).clamp(1, AHEAD),
+            ahead: (self.slots / 4 / (FAR + 1)).clamp(1, AHEAD),
             together: if self.by_layer { (self.slots / 4).min(TOGETHER) } else { 0 },
             layered: Arc::clone(layered),
             garbled: Arc::clone(self.garbled),
@@ -60,15 +62,42 @@ impl Parts<'_> {
     }
 }
 
-/// Starts the threads that load.
+/// Threads that load, and what they are given.
+#[derive(Debug)]
+pub(super) struct Lane {
+    loads: mpsc::Sender<Load>,
+    /// Loads that go on at a time.
+    pub threads: usize,
+}
+
+impl Lane {
+    /// Has a prefix loaded. False: the threads have ended.
+    pub fn load(&self, load: Load) -> bool {
+        self.loads.send(load).is_ok()
+    }
+}
+
+/// Starts the threads that load: those for what is wholly in host memory, and those for the rest.
 pub(super) fn start_loads<C: Send + 'static>(
     parts: &Parts<'_>,
     commands: &Commands<C>,
-) -> Result<mpsc::Sender<Load>, WorkerError> {
+) -> Result<[Lane; 2], WorkerError> {
+    let layered = Arc::default();
+    let far = FAR.min(parts.slots / 8).max(1);
+    Ok([lane("near", 1, parts, commands, &layered)?, lane("far", far, parts, commands, &layered)?])
+}
+
+fn lane<C: Send + 'static>(
+    name: &str,
+    threads: usize,
+    parts: &Parts<'_>,
+    commands: &Commands<C>,
+    layered: &Arc<Layered>,
+) -> Result<Lane, WorkerError> {
     let (loads, to_load) = mpsc::channel::<Load>();
-    let (to_load, layered) = (Arc::new(Mutex::new(to_load)), Arc::default());
-    for number in 0..LOADERS.min(parts.slots / 8).max(1) {
-        let (mut loader, paces) = (parts.copier(&layered)?, Arc::clone(parts.pace));
+    let to_load = Arc::new(Mutex::new(to_load));
+    for number in 0..threads {
+        let (mut loader, paces) = (parts.copier(layered)?, Arc::clone(parts.pace));
         let (to_load, tell) = (Arc::clone(&to_load), commands.clone());
         let run = move || {
             // The one that waits has the lock: another would wait for the same.
@@ -79,9 +108,9 @@ pub(super) fn start_loads<C: Send + 'static>(
                 let _ = tell.post(Message::Tiers(Command::Loaded(seq, whole)));
             }
         };
-        std::thread::Builder::new().name(format!("kv-load-{number}")).spawn(run)?;
+        std::thread::Builder::new().name(format!("kv-{name}-{number}")).spawn(run)?;
     }
-    Ok(loads)
+    Ok(Lane { loads, threads })
 }
 
 /// Whatever happens, the engine hears of its end: it would never get the blocks back.
