@@ -2,13 +2,10 @@
 //!
 //! Least squares of the *relative* error, which is the error divided by what was measured or predicted, whichever is more: a step of 1 ms and one
 //! of 1 s count the same. Recursive: a measurement is added to two sums, which forget at a fixed rate, and the coefficients are solved from them
-//! again. Three additions make it safe to leave alone for months:
+//! again. Two additions make it safe to leave alone for months:
 //!
 //! - **Proximity.** Each solution also stays near the one before. A direction that measurements no longer say anything of, because nothing
 //!   excites it, keeps its value, where plain recursive least squares would let it drift (estimator windup).
-//! - **The least that explains it.** What measurements do not tell apart counts as the feature that comes first. So who orders features by how far they
-//!   grow beyond what was measured, the constant first, predicts too little of what was never seen, and not hours: who is refused for a prediction
-//!   that is too long never teaches better.
 //! - **Outliers.** A measurement far from its prediction, by the typical error lately, weighs less (Huber, "Robust estimation of a location
 //!   parameter", 1964). When the machine itself has changed, the typical error grows with every measurement, and so they count again.
 
@@ -16,10 +13,8 @@
 const KEPT: f64 = 0.999;
 /// Measurements before an error says anything, and so before one can be an outlier.
 const ENOUGH: u64 = 8;
-/// How much the solution before counts for the first feature, in measurements.
+/// How much the solution before counts, in measurements.
 const PROXIMITY: f64 = 1e-3;
-/// How much more it counts for each feature than for the one before.
-const RELUCTANCE: f64 = 30.0;
 /// A relative error this many times the typical one begins to weigh less.
 const HUBER: f64 = 3.0;
 /// The typical relative error is never taken for less: timers and schedulers have noise of their own.
@@ -110,7 +105,7 @@ impl<const N: usize> Fit<N> {
     fn solve(&mut self) {
         let (mut matrix, mut right) = (self.products, self.sums);
         for i in 0..N {
-            let near = PROXIMITY * RELUCTANCE.powi(i as i32) * self.scale[i] * self.scale[i];
+            let near = PROXIMITY * self.scale[i] * self.scale[i];
             matrix[i][i] += near;
             right[i] += near * self.coefficients[i];
         }

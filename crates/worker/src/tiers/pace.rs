@@ -89,9 +89,11 @@ impl Paces {
     fn take_in(&self, tier: Tier, took: Duration, bytes: usize, now: Duration) {
         let new = nanos(took, bytes);
         let followed = match self.measured(tier) {
-            // What was forgotten comes back only if it is slow again.
-            Some(old) if new > self.at(tier, now) => old + FOLLOW * (new - old),
-            Some(_) => self.at(tier, now) + FOLLOW * (new - self.at(tier, now)),
+            // What was forgotten meanwhile comes back only as far as it is slow again.
+            Some(old) => {
+                let since = new.clamp(self.at(tier, now).min(old), old);
+                since + FOLLOW * (new - since)
+            }
             None => BEST[tier as usize] + FIRST * (new - BEST[tier as usize]),
         };
         let pace = &self.tiers[tier as usize];
