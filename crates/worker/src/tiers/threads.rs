@@ -22,9 +22,9 @@ use crate::{Commands, Node};
 /// Most threads that load from disk and object store, each one prefix at a time. What is in host memory has a thread of its own, and does not wait for
 /// them.
 const FAR: usize = 3;
-/// Blocks that a thread asks for before the first of them is copied, so that a disk has enough to do. All threads together ask for no more than the
-/// store reads at a time (`StoreLimits::reads`).
-const AHEAD: usize = 16;
+/// Blocks that a thread asks for before the first of them is copied, so that a disk has enough to do. All threads together may ask for more than the
+/// store reads at a time; then they wait for each other.
+const AHEAD: usize = 32;
 /// Most blocks of a load that are in use in host memory at a time: half of what the store has in use at most, since others need some, too.
 const TOGETHER: usize = 2048;
 
