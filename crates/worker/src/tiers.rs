@@ -236,25 +236,22 @@ impl TiersShell {
     /// What to load for a prompt that comes next.
     pub fn sees(&self, new: &NewSequence) -> Option<Command> {
         let prefix = new.prefix.filter(|_| new.params.prompt_logprobs.is_none())?;
-        self.seen(prefix, &new.tokens);
-        self.load(&new.request_id, prefix, &new.tokens)
-    }
-
-    /// Tells the store what is asked for: once for each request.
-    fn seen(&self, prefix: CacheKey, tokens: &[u32]) {
-        self.store.seen(prefix.root.chain(tokens, self.store.shape().block_size()).collect());
+        self.load(&new.request_id, prefix, &new.tokens, true)
     }
 
     /// What to load of a prefix that is to be served to another worker next, or that a prompt may need soon.
     pub fn sees_prefix(&self, wanted: &Prefix) -> Option<Command> {
-        self.seen(wanted.prefix, &wanted.tokens);
-        self.load(&wanted.request_id, wanted.prefix, &wanted.tokens)
+        self.load(&wanted.request_id, wanted.prefix, &wanted.tokens, true)
     }
 
-    fn load(&self, request_id: &RequestId, prefix: CacheKey, tokens: &[u32]) -> Option<Command> {
+    /// `new`: the store is told that this is asked for, once for each request.
+    fn load(&self, request_id: &RequestId, prefix: CacheKey, tokens: &[u32], new: bool) -> Option<Command> {
         let size = self.store.shape().block_size();
         let names: Vec<BlockName> = prefix.root.chain(tokens, size).collect();
         let held = self.store.held_groups(&names);
+        if new {
+            self.store.seen(names);
+        }
         let most = held.len().min(tokens.len().saturating_sub(1) / size as usize);
         let blocks = usable(&self.layout, &groups(&held[..most]));
         if (blocks as u32) * size < LEAST {
@@ -283,7 +280,7 @@ impl TiersShell {
         match effect {
             Effect::Offer(prefix) => return self.lacks(&prefix).map(|first| Command::Save(prefix, first)),
             // It was seen when it came.
-            Effect::Returns(wanted) => return self.load(&wanted.request_id, wanted.prefix, &wanted.tokens),
+            Effect::Returns(wanted) => return self.load(&wanted.request_id, wanted.prefix, &wanted.tokens, false),
             Effect::Warm(prefix, here) => drop(self.warms.try_send((prefix, here))),
             Effect::Load(what) => {
                 let asked = self.asked.take().filter(|asked| asked.request_id == what.prefix.request_id);

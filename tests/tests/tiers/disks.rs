@@ -60,7 +60,6 @@ fn on_disk(cluster: &Cluster) -> anyhow::Result<f64> {
     metric(cluster, "baton_kv_tier_blocks", "tier=\"disk\"")
 }
 
-/// A disk without room, one that was made read-only, and one that may not be written to any more cost no request; what follows is written again.
 /// A worker that is started while its disk is not there serves without it.
 #[test]
 fn a_disk_that_cannot_be_opened_costs_that_tier_only() -> anyhow::Result<()> {
@@ -78,6 +77,7 @@ fn a_disk_that_cannot_be_opened_costs_that_tier_only() -> anyhow::Result<()> {
     cluster.stop()
 }
 
+/// A disk without room, one that was made read-only, and one that may not be written to any more cost no request; what follows is written again.
 #[test]
 fn a_disk_that_takes_no_writes_costs_no_request() -> anyhow::Result<()> {
     if !there() {

@@ -41,8 +41,9 @@ baton_runtime::config! {
         /// TCP connections to each decode worker (prefill workers), at most 16. More than one helps if each connection has a limit, or if a
         /// long path loses packets. Otherwise one is fastest.
         tcp_connections: usize = 1,
-        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: with up to 16 CPUs every second one for each of sending
-        /// and receiving, else any. CPUs close to the network card and to the pool's memory are best. To keep compute threads off these CPUs, lower threads and set pin_threads, which takes the first CPUs.
+        /// CPUs for the threads that send, receive and check KV, for example 0-3,8; default: with up to 16 CPUs, those with even numbers receive
+        /// and those with odd ones send; else any. CPUs close to the network card and to the pool's memory are best. To keep compute threads off
+        /// these CPUs, lower threads and set pin_threads, which takes the first CPUs.
         transfer_cpus: Parsed<Cpus> = Parsed::default(),
         /// A folder that all workers of this machine can write to, for unix sockets; default: none, and workers reach each other over shared
         /// memory, or from GPU to GPU, only within a network namespace. Pods need one on a volume of their node.
