@@ -1,7 +1,8 @@
 //! Paged attention for a ragged batch of prefill chunks and decode rows.
 //!
 //! A task is up to 16 query rows with all query heads of one KV head: rows of one sequence, or of several that have blocks in
-//! common ([`super::together`]). Each 16 slots of a block are read and widened to f32 once per task. A row's result depends only on
+//! common ([`super::together`]). Each 16 slots of a block are read and widened to f32 once per task; where few queries see them, floats of
+//! 16 bits are widened as they are used, since storing them and reading them again costs more. A row's result depends only on
 //! its own position and sequence: slots are taken in ascending order, 32 at a time counted from position 0, into a softmax of the
 //! row's own, whoever else takes them (I1); the arithmetic is [`super::fold`]'s. Bytes moved per task: K and V of the
 //! visible slots, once. Bound: memory bandwidth for decode, fused multiply-adds for prefill and for shared blocks (4 · head_dim ·
@@ -14,7 +15,8 @@ use baton_types::{BlockId, KvDtype};
 use half::{bf16, f16};
 
 use super::codes::Codes;
-use super::fold::{GROUP, Query, SLOTS, Softmax, TOGETHER, fold, scale_row};
+use super::element::Element;
+use super::fold::{GROUP, Query, SLOTS, Slots, Softmax, TOGETHER, fold, scale_row};
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvRow, Planes, Q8};
 use super::simd::Simd;
@@ -156,20 +158,20 @@ struct Work<S: Simd> {
 impl<S: Codes> Work<S> {
     /// Takes a half of a group or both into the queries that see any, while what comes next is on its way.
     #[inline(always)]
-    unsafe fn take<const H: usize>(
+    unsafe fn take<E: Element, const H: usize>(
         &self,
         task: &Task<'_>,
         (rows, q): (&Rows, *const f32),
-        half: usize,
+        slots: &Slots<E>,
         ahead: &mut Ahead,
     ) {
-        let (slots, mut done) = (self.widened.half(half), 0);
+        let mut done = 0;
         ahead.share(rows.queries(task).div_ceil(TOGETHER));
         while done < rows.queries(task) {
             let (queries, count) = rows.some(task, q, done);
             ahead.fetch();
             // SAFETY: the caller's promise: the slots are loaded; rows of q and out belong to this task.
-            unsafe { fold::<S, H>(&queries[..count], self.states, task.scale, &slots) }
+            unsafe { fold::<S, E, H>(&queries[..count], self.states, task.scale, slots) }
             done += count;
         }
     }
@@ -184,20 +186,41 @@ impl<S: Codes> Work<S> {
             _ => ([None; 2], task.kv_head),
         };
         let mut ahead = Ahead::new(&task.planes, kv_head, next);
+        let few = tiles.iter().map(|tile| tile.rows).sum::<usize>() * task.group <= TOGETHER;
         // SAFETY: the caller's promise.
         unsafe {
+            if T::HALVES && few {
+                let slots = slots::turn::<S, T>(&task.planes, task.kv_head, halves, self.widened, &mut ahead);
+                return self.seen(task, tiles, (base, halves), &slots, &mut ahead);
+            }
             for (half, at) in halves.into_iter().enumerate() {
                 if let Some(at) = at {
                     slots::load::<S, T>(&task.planes, task.kv_head, at, (self.widened, half));
                 }
             }
+            self.seen(task, tiles, (base, halves), &self.widened.slots(), &mut ahead);
+        }
+    }
+
+    /// Takes the slots of a group, as far as they are seen, into the queries of tiles.
+    #[inline(always)]
+    unsafe fn seen<E: Element>(
+        &self,
+        task: &Task<'_>,
+        tiles: &[Tile],
+        (base, halves): (usize, [Option<(BlockId, usize)>; 2]),
+        slots: &Slots<E>,
+        ahead: &mut Ahead,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
             if halves.iter().all(Option::is_some) {
                 let rows = Rows::of(task, tiles, |position| task.seen(base, GROUP, position));
-                self.take::<2>(task, (&rows, task.q), 0, &mut ahead);
+                self.take::<E, 2>(task, (&rows, task.q), slots, ahead);
             } else {
                 let half = usize::from(halves[0].is_none());
                 let rows = Rows::of(task, tiles, |position| task.seen(base + half * SLOTS, SLOTS, position));
-                self.take::<1>(task, (&rows, task.q), half, &mut ahead);
+                self.take::<E, 1>(task, (&rows, task.q), &slots.half(half), ahead);
             }
         }
     }
@@ -231,7 +254,13 @@ unsafe fn attend_kernel<S: Codes, T: KvRow>(_: S, task: &Task<'_>) {
                 let rows = Rows::of(task, std::slice::from_ref(tile), |position| {
                     (0, if sight.evicts(position) { (sinks - base).min(SLOTS) } else { 0 })
                 });
-                work.take::<1>(task, (&rows, task.sink_q), 0, &mut Ahead::new(&task.planes, task.kv_head, [None; 2]));
+                let slots = work.widened.slots();
+                work.take::<f32, 1>(
+                    task,
+                    (&rows, task.sink_q),
+                    &slots,
+                    &mut Ahead::new(&task.planes, task.kv_head, [None; 2]),
+                );
             }
         }
         for pass in task.passes() {

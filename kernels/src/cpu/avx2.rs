@@ -211,4 +211,35 @@ unsafe impl Simd for Avx2 {
             out
         }
     }
+    #[inline(always)]
+    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16) {
+        // SAFETY: see the impl block; eight elements are readable at each row, 128 are writable at out. A register has a row of the
+        // first eight and one of the second; unpacking keeps to its halves.
+        unsafe {
+            let mut r = [_mm256_setzero_si256(); LANES];
+            for (s, r) in r.iter_mut().enumerate() {
+                let row = |s: usize| rows.add(s * apart).cast();
+                *r = _mm256_inserti128_si256::<1>(
+                    _mm256_castsi128_si256(_mm_loadu_si128(row(s))),
+                    _mm_loadu_si128(row(LANES + s)),
+                );
+            }
+            let mut pairs = r;
+            for i in 0..4 {
+                pairs[2 * i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+                pairs[2 * i + 1] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+            }
+            let mut quads = r;
+            for i in [0, 1, 4, 5] {
+                quads[i] = _mm256_unpacklo_epi32(pairs[i], pairs[i + 2]);
+                quads[i + 2] = _mm256_unpackhi_epi32(pairs[i], pairs[i + 2]);
+            }
+            // Elements 0 and 1 of the first four rows are in `quads[0]`, 4 and 5, 2 and 3, 6 and 7 in those behind it.
+            for (i, d) in [0, 4, 2, 6].into_iter().enumerate() {
+                let at = out.add(d * 2 * LANES);
+                _mm256_storeu_si256(at.cast(), _mm256_unpacklo_epi64(quads[i], quads[i + 4]));
+                _mm256_storeu_si256(at.add(2 * LANES).cast(), _mm256_unpackhi_epi64(quads[i], quads[i + 4]));
+            }
+        }
+    }
 }

@@ -3,9 +3,11 @@
 //! Source of the online softmax: Milakov and Gimelshein 2018, as used by FlashAttention (Dao et al. 2022).
 //!
 //! A score is one chain of fused multiply-adds over head_dim, an output element one over slots, both ascending; which queries are
-//! taken together changes no bit (I1), nor does it whether slots that nobody sees are there. Bound: fused multiply-adds, one load for
-//! each where one query is alone, about half of one where several share the loads of K and V. Knows nothing of blocks, KV types or tiles.
+//! taken together changes no bit (I1), nor does it whether slots that nobody sees are there, or whether K and V were widened to f32 before
+//! or are on the way, which is exact. Bound: fused multiply-adds, one load for each where one query is alone, about half of one where
+//! several share the loads of K and V. Knows nothing of blocks, KV types or tiles.
 
+use super::element::Element;
 use super::simd::{Floats, LANES, Simd, Wide, exp};
 
 /// Slots of a vector of scores.
@@ -17,7 +19,10 @@ pub const TOGETHER: usize = 8;
 
 /// Scores of the first `N` queries against `H` times 16 slots.
 #[inline(always)]
-unsafe fn scores<S: Simd, const N: usize, const H: usize>(queries: &[Query], slots: &Slots) -> [[Wide<S>; H]; N] {
+unsafe fn scores<S: Simd, E: Element, const N: usize, const H: usize>(
+    queries: &[Query],
+    slots: &Slots<E>,
+) -> [[Wide<S>; H]; N] {
     let mut q = [std::ptr::null(); N];
     for (q, query) in q.iter_mut().zip(queries) {
         *q = query.q;
@@ -28,7 +33,7 @@ unsafe fn scores<S: Simd, const N: usize, const H: usize>(queries: &[Query], slo
         for d in 0..slots.dim {
             let mut k = [S::Wide::splat(0.0); H];
             for h in 0..H {
-                k[h] = S::Wide::load(slots.k.add((h * slots.dim + d) * SLOTS));
+                k[h] = E::load_wide::<S>(slots.k.add((h * slots.dim + d) * SLOTS));
             }
             for n in 0..N {
                 let q = S::Wide::splat(*q[n].add(d));
@@ -43,15 +48,28 @@ unsafe fn scores<S: Simd, const N: usize, const H: usize>(queries: &[Query], slo
 
 /// [`scores`] of all of at most [`TOGETHER`] queries.
 #[inline(always)]
-unsafe fn all_scores<S: Simd, const H: usize>(queries: &[Query], slots: &Slots) -> [[Wide<S>; H]; TOGETHER] {
+unsafe fn all_scores<S: Simd, E: Element, const H: usize>(
+    queries: &[Query],
+    slots: &Slots<E>,
+) -> [[Wide<S>; H]; TOGETHER] {
     // SAFETY: the caller's promise.
     unsafe {
         let mut found = [[S::Wide::splat(0.0); H]; TOGETHER];
+        if H == 2 && size_of::<E>() == 2 && S::REGISTERS < 32 {
+            // Widening on the way costs less for more queries of half as many slots.
+            for half in 0..H {
+                let found_half = all_scores::<S, E, 1>(queries, &slots.half(half));
+                for n in 0..queries.len() {
+                    found[n][half] = found_half[n][0];
+                }
+            }
+            return found;
+        }
         let mut n = 0;
         while n < queries.len() {
             macro_rules! some {
                 ($count:literal) => {{
-                    let scores = scores::<S, $count, H>(&queries[n..], slots);
+                    let scores = scores::<S, E, $count, H>(&queries[n..], slots);
                     found[n..n + $count].copy_from_slice(&scores);
                     n += $count;
                 }};
@@ -115,15 +133,23 @@ pub struct Query {
     pub state: usize,
 }
 
-/// K transposed to `[dim][slot]` and V as `[slot][dim]`, of 16 slots, widened; those of 16 more may come behind each.
+/// 16 slots, and perhaps 16 more.
 #[derive(Clone, Copy)]
-pub struct Slots {
-    /// K.
-    pub k: *const f32,
-    /// V.
-    pub v: *const f32,
+pub struct Slots<E> {
+    /// K, transposed to `[dim][slot]`; that of the second half is behind that of the first.
+    pub k: *const E,
+    /// V as `[slot][dim]`, of each half.
+    pub v: [*const E; 2],
     /// head_dim.
     pub dim: usize,
+}
+
+impl<E> Slots<E> {
+    /// The first half or the second.
+    #[inline(always)]
+    pub fn half(&self, half: usize) -> Slots<E> {
+        Slots { k: self.k.wrapping_add(half * self.dim * SLOTS), v: [self.v[half]; 2], dim: self.dim }
+    }
 }
 
 /// `row *= factor`.
@@ -213,12 +239,44 @@ unsafe fn rise<S: Simd>(state: &mut Softmax<S>, x: Wide<S>, out: *mut f32, dim: 
 /// Weights of a query's slots.
 type Weights = [f32; GROUP];
 
+/// Eight lanes or sixteen, into which elements are widened.
+trait Vector {
+    /// The lanes.
+    type Lanes: Floats;
+    /// Widens as many elements.
+    unsafe fn load<E: Element>(p: *const E) -> <Self::Lanes as Floats>::F;
+}
+
+/// Eight lanes.
+struct Eight<S>(std::marker::PhantomData<S>);
+
+/// Sixteen.
+struct Sixteen<S>(std::marker::PhantomData<S>);
+
+impl<S: Simd> Vector for Eight<S> {
+    type Lanes = S;
+    #[inline(always)]
+    unsafe fn load<E: Element>(p: *const E) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { E::load::<S>(p) }
+    }
+}
+
+impl<S: Simd> Vector for Sixteen<S> {
+    type Lanes = S::Wide;
+    #[inline(always)]
+    unsafe fn load<E: Element>(p: *const E) -> Wide<S> {
+        // SAFETY: the caller's promise.
+        unsafe { E::load_wide::<S>(p) }
+    }
+}
+
 /// `out[n] += Σ_s p[n][s] · v[s]` over slots `low..high`, `W` vectors wide from element `d` on.
 #[inline(always)]
-unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
+unsafe fn add_columns<V: Vector, E: Element, const N: usize, const W: usize>(
     queries: &[Query],
     p: &[Weights],
-    v: *const f32,
+    v: [*const E; 2],
     (dim, d): (usize, usize),
     (low, high): (usize, usize),
 ) {
@@ -226,30 +284,34 @@ unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
     for n in 0..N {
         (out[n], weights[n]) = (queries[n].out.wrapping_add(d), p[n].as_ptr());
     }
-    // SAFETY: outputs and the 32 rows of v have `dim` elements, `W` vectors of them from `d` on.
+    let count = V::Lanes::COUNT;
+    // SAFETY: outputs and the rows of v that are seen have `dim` elements, `W` vectors of them from `d` on.
     unsafe {
-        let mut acc = [[L::splat(0.0); W]; N];
+        let mut acc = [[V::Lanes::splat(0.0); W]; N];
         for n in 0..N {
             for w in 0..W {
-                acc[n][w] = L::load(out[n].add(w * L::COUNT));
+                acc[n][w] = V::Lanes::load(out[n].add(w * count));
             }
         }
-        for s in low..high {
-            let row = v.add(s * dim + d);
-            let mut values = [L::splat(0.0); W];
-            for w in 0..W {
-                values[w] = L::load(row.add(w * L::COUNT));
-            }
-            for n in 0..N {
-                let x = L::splat(*weights[n].add(s));
+        for half in 0..2 {
+            let first = half * SLOTS;
+            for s in low.max(first)..high.min(first + SLOTS) {
+                let row = v[half].add((s - first) * dim + d);
+                let mut values = [V::Lanes::splat(0.0); W];
                 for w in 0..W {
-                    acc[n][w] = L::fma(x, values[w], acc[n][w]);
+                    values[w] = V::load(row.add(w * count));
+                }
+                for n in 0..N {
+                    let x = V::Lanes::splat(*weights[n].add(s));
+                    for w in 0..W {
+                        acc[n][w] = V::Lanes::fma(x, values[w], acc[n][w]);
+                    }
                 }
             }
         }
         for n in 0..N {
             for w in 0..W {
-                L::store(out[n].add(w * L::COUNT), acc[n][w]);
+                V::Lanes::store(out[n].add(w * count), acc[n][w]);
             }
         }
     }
@@ -257,42 +319,46 @@ unsafe fn add_columns<L: Floats, const N: usize, const W: usize>(
 
 /// Adds values of slots `seen` to the first `N` outputs.
 #[inline(always)]
-unsafe fn add_values<S: Simd, const N: usize, const W: usize>(
+unsafe fn add_values<S: Simd, E: Element, const N: usize, const W: usize>(
     queries: &[Query],
     p: &[Weights],
-    slots: &Slots,
+    slots: &Slots<E>,
     seen: (usize, usize),
 ) {
     let (dim, mut d) = (slots.dim, 0);
     // SAFETY: outputs and rows of v have `dim` elements, a multiple of 8.
     unsafe {
         while d + W * SLOTS <= dim {
-            add_columns::<S::Wide, N, W>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Sixteen<S>, E, N, W>(queries, p, slots.v, (dim, d), seen);
             d += W * SLOTS;
         }
         while d + SLOTS <= dim {
-            add_columns::<S::Wide, N, 1>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Sixteen<S>, E, N, 1>(queries, p, slots.v, (dim, d), seen);
             d += SLOTS;
         }
         if d < dim {
-            add_columns::<S, N, 1>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Eight<S>, E, N, 1>(queries, p, slots.v, (dim, d), seen);
         }
     }
 }
 
 /// Adds values of slots `seen` to all outputs.
 #[inline(always)]
-unsafe fn add_all<S: Simd>(queries: &[Query], p: &[Weights], slots: &Slots, seen: (usize, usize)) {
+unsafe fn add_all<S: Simd, E: Element>(queries: &[Query], p: &[Weights], slots: &Slots<E>, seen: (usize, usize)) {
     let mut n = 0;
     while n < queries.len() {
         macro_rules! some {
             ($count:literal, $width:literal) => {{
                 // SAFETY: the caller's promise.
-                unsafe { add_values::<S, $count, $width>(&queries[n..], &p[n..], slots, seen) }
+                unsafe { add_values::<S, E, $count, $width>(&queries[n..], &p[n..], slots, seen) }
                 n += $count;
             }};
         }
+        // Floats of 16 bits are widened on the way, which more queries share.
+        let halves = size_of::<E>() == 2;
         match (queries.len() - n, S::REGISTERS) {
+            (3 | 6, ..32) if halves => some!(3, 1),
+            (4.., ..32) if halves => some!(4, 1),
             (4 | 7.., 32..) => some!(4, 4),
             (3.., 32..) => some!(3, 4),
             (2.., 32..) => some!(2, 4),
@@ -309,10 +375,15 @@ unsafe fn add_all<S: Simd>(queries: &[Query], p: &[Weights], slots: &Slots, seen
 /// `states` has those that the queries name; queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s
 /// features.
 #[inline(always)]
-pub unsafe fn fold<S: Simd, const H: usize>(queries: &[Query], states: *mut Softmax<S>, scale: f32, slots: &Slots) {
+pub unsafe fn fold<S: Simd, E: Element, const H: usize>(
+    queries: &[Query],
+    states: *mut Softmax<S>,
+    scale: f32,
+    slots: &Slots<E>,
+) {
     // SAFETY: the caller's promise.
     unsafe {
-        let found = all_scores::<S, H>(queries, slots);
+        let found = all_scores::<S, E, H>(queries, slots);
         let mut p: [Weights; TOGETHER] = [[0.0; GROUP]; TOGETHER];
         for (i, query) in queries.iter().enumerate() {
             weigh::<S, H>(&mut *states.add(query.state), found[i], (scale, slots.dim), query, &mut p[i]);
@@ -323,7 +394,7 @@ pub unsafe fn fold<S: Simd, const H: usize>(queries: &[Query], states: *mut Soft
             while n + alike < queries.len() && queries[n + alike].seen == queries[n].seen {
                 alike += 1;
             }
-            add_all::<S>(&queries[n..n + alike], &p[n..n + alike], slots, queries[n].seen);
+            add_all::<S, E>(&queries[n..n + alike], &p[n..n + alike], slots, queries[n].seen);
             n += alike;
         }
     }

@@ -89,6 +89,10 @@ impl Planes {
 pub trait KvRow: Copy {
     /// What a widened parameter is multiplied by before [`KvRow::load`] gets it.
     const UNIT: f32 = 1.0;
+    /// Whether elements are floats of 16 bits, which few queries read as they lie in the pool.
+    const HALVES: bool = false;
+    /// Those floats; f32 for all other types.
+    type Float: Element;
 
     /// Elements `d..d + 8` of a row.
     ///
@@ -114,6 +118,9 @@ pub trait KvRow: Copy {
 }
 
 impl<E: Element> KvRow for E {
+    const HALVES: bool = size_of::<E>() == 2;
+    type Float = E;
+
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, _: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise; loads need no alignment.
@@ -191,6 +198,8 @@ unsafe fn clamp<S: Codes>(x: S::F, low: f32, high: f32) -> S::F {
 }
 
 impl KvRow for Q8 {
+    type Float = f32;
+
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise.
@@ -213,6 +222,7 @@ impl KvRow for Q8 {
 
 impl KvRow for Fp8 {
     const UNIT: f32 = E4M3_UNIT;
+    type Float = f32;
 
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F {
@@ -238,6 +248,8 @@ impl KvRow for Fp8 {
 }
 
 impl KvRow for Int4 {
+    type Float = f32;
+
     #[inline(always)]
     unsafe fn load<S: Codes>(elements: *const u8, parameters: *const f32, d: usize) -> S::F {
         // SAFETY: the caller's promise.

@@ -135,4 +135,15 @@ unsafe impl Simd for Portable {
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES] {
         std::array::from_fn(|c| std::array::from_fn(|r| rows[r][c]))
     }
+    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16) {
+        for s in 0..2 * LANES {
+            // SAFETY: eight elements are readable at each row, 128 are writable at out.
+            unsafe {
+                let row = rows.add(s * apart).cast::<[u16; LANES]>().read_unaligned();
+                for (d, x) in row.into_iter().enumerate() {
+                    out.add(d * 2 * LANES + s).write_unaligned(x);
+                }
+            }
+        }
+    }
 }

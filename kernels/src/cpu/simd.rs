@@ -85,6 +85,9 @@ pub unsafe trait Simd: Floats {
     unsafe fn store_group_i8(p: *mut i8, x: [Self::F; 4]);
     /// Rows become columns.
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES];
+    /// Eight elements of 16 bits of each of sixteen rows, whose beginnings are `apart` bytes from each other, become eight columns of
+    /// sixteen, one behind the other.
+    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16);
 }
 
 /// A vector of sixteen lanes.

@@ -1,4 +1,5 @@
-//! Slots of a block on their way into attention: K and V of sixteen are read, widened to f32, and K is turned to `[dim][slot]`.
+//! Slots of a block on their way into attention: K and V of sixteen are read, widened to f32, and K is turned to `[dim][slot]`. For few
+//! queries floats of 16 bits stay such: K is turned as it is, V is not copied.
 //!
 //! Bytes moved: the rows once, from memory in decode and from a cache in prefill. Blocks lie anywhere in the pool, and processors fetch
 //! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]). Knows nothing of queries.
@@ -43,11 +44,10 @@ impl Widened {
         unsafe { Widened { k: (&raw mut (*memory).k).cast(), v: (&raw mut (*memory).v).cast(), dim } }
     }
 
-    /// The first sixteen slots, or the second.
+    /// All 32.
     #[inline(always)]
-    pub fn half(self, half: usize) -> Slots {
-        let offset = half * self.dim * SLOTS;
-        Slots { k: self.k.wrapping_add(offset), v: self.v.wrapping_add(offset), dim: self.dim }
+    pub fn slots(self) -> Slots<f32> {
+        Slots { k: self.k, v: [self.v, self.v.wrapping_add(self.dim * SLOTS)], dim: self.dim }
     }
 }
 
@@ -93,8 +93,8 @@ pub unsafe fn load<S: Codes, T: KvRow>(
     (block, slot): (BlockId, usize),
     (into, half): (Widened, usize),
 ) {
-    let (dim, slots) = (planes.head_dim, into.half(half));
-    let (k, v) = (slots.k.cast_mut(), slots.v.cast_mut());
+    let (dim, offset) = (planes.head_dim, half * planes.head_dim * SLOTS);
+    let (k, v) = (into.k.wrapping_add(offset), into.v.wrapping_add(offset));
     let mut memory = std::mem::MaybeUninit::<Parameters>::uninit();
     let parameters = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: the caller's promise; parameters are widened before use.
@@ -129,6 +129,39 @@ pub unsafe fn load<S: Codes, T: KvRow>(
             }
         }
     }
+}
+
+/// Takes slots of a KV head from where they lie, as far as there are any, 16 and 16 more: K is turned, V stays in the pool. A type with
+/// [`KvRow::HALVES`]. Meanwhile what comes next is asked for.
+///
+/// # Safety
+/// As for [`load`].
+#[inline(always)]
+pub unsafe fn turn<S: Codes, T: KvRow>(
+    planes: &Planes,
+    kv_head: usize,
+    halves: [Option<(BlockId, usize)>; 2],
+    into: Widened,
+    ahead: &mut Ahead,
+) -> Slots<T::Float> {
+    let (dim, k) = (planes.head_dim, into.k.cast::<u16>());
+    let mut v = [std::ptr::null(); 2];
+    ahead.share(halves.iter().flatten().count() * dim / LANES);
+    for (half, at) in halves.into_iter().enumerate() {
+        if let Some((block, slot)) = at {
+            // SAFETY: the caller's promise: the rows of 16 slots lie one behind the other, and k has room for those of 32.
+            unsafe {
+                let [key, value] = planes.rows(&[block], kv_head, slot);
+                let out = k.add(half * dim * SLOTS);
+                for d in (0..dim).step_by(LANES) {
+                    S::turn_halves(key.elements.add(2 * d), planes.row_bytes(), out.add(d * SLOTS));
+                    ahead.fetch();
+                }
+                v[half] = value.elements.cast_const().cast();
+            }
+        }
+    }
+    Slots { k: k.cast_const().cast(), v, dim }
 }
 
 /// Rows that are needed next, asked for a part at a time.
