@@ -4,8 +4,8 @@
     bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL] [--brief]
         One worker that computes and answers, with a small pool. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
-        the first token of each, and then how the time between the tokens of another answer changes while prompts come whose prefixes are in the pool, or
-        are loaded from host memory. At last the prefixes are in another process of the cluster, and come over shared memory and over TCP.
+        the first token of each, and then how the time between the tokens of another answer changes while short prompts come, while
+        long ones come whose prefixes are in the pool, and while theirs are loaded from host memory. At last the prefixes are in another process of the cluster, and come over shared memory and over TCP.
         Before that, how long batch work that gave way to a prompt waits for its next token once that prompt is answered, without a store and with host memory.
         With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 
@@ -13,6 +13,7 @@ target/release/baton must be built. The machine should be idle.
 """
 import argparse
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -193,28 +194,40 @@ def tell(what, of):
 
 
 def beside(cluster, options, salt):
-    """The time between tokens of an answer: alone, while prompts come whose prefixes are in the pool, and while theirs are loaded."""
+    """The time between tokens of an answer: alone; while short prompts come; while prompts come whose prefixes are in the pool; and while theirs are
+    loaded. Each in turn, as a machine is not the same all the time, and all gaps of a kind together."""
     length = options.lengths[0]
-    # One token after the last whole block: only that is computed, wherever the rest comes from.
-    prompts = [random_ids(length // 16 * 16 + 1, next(salt)) for _ in range(8)]
-    for prompt in prompts:
-        ask(cluster, prompt)
-    time.sleep(1)
     percentile = lambda gaps, share: sorted(gaps)[int(len(gaps) * share)] * 1e3
-    for where, prompts in (("alone", []), ("pool", prompts[-2:]), ("host memory", prompts)):
-        gaps, firsts = [], []
-        thread = threading.Thread(target=lambda: gaps.extend(ask(cluster, random_ids(64, next(salt)), 1500)[1]))
-        thread.start()
-        while prompts and thread.is_alive():
-            first, _, cached = ask(cluster, prompts[len(firsts) % len(prompts)], 1)
-            if cached < length // 16 * 16:
-                raise SystemExit(f"{where}: {cached} of {length} tokens were cached")
-            firsts.append(first)
-            time.sleep(PAUSE)
-        thread.join()
-        came = f" while {len(firsts)} prefixes of {length} tokens came from {where}, {statistics.median(firsts) * 1e3:.0f} ms each" if firsts else ", alone"
-        print(f"  between tokens of another answer{came}: "
-              f"median {percentile(gaps, 0.5):.1f} ms, p90 {percentile(gaps, 0.9):.1f} ms, p99 {percentile(gaps, 0.99):.1f} ms")
+    gaps, firsts = {}, {}
+    for _ in range(options.answers):
+        # One token after the last whole block: only that is computed, wherever the rest comes from.
+        prompts = [random_ids(length // 16 * 16 + 1, next(salt)) for _ in range(8)]
+        short = [random_ids(17, next(salt)) for _ in range(2)]
+        for prompt in prompts + short:
+            ask(cluster, prompt)
+        time.sleep(1)
+        for where, asked in (("alone", []), ("17 tokens", short), ("pool", prompts[-2:]), ("host memory", prompts)):
+            took = firsts.setdefault(where, [])
+            answer = lambda: gaps.setdefault(where, []).extend(ask(cluster, random_ids(64, next(salt)), options.tokens)[1])
+            thread = threading.Thread(target=answer)
+            thread.start()
+            turn = itertools.cycle(asked)
+            while asked and thread.is_alive():
+                prompt = next(turn)
+                first, _, cached = ask(cluster, prompt, 1)
+                if cached < len(prompt) // 16 * 16:
+                    raise SystemExit(f"{where}: {cached} of {len(prompt)} tokens were cached")
+                took.append(first)
+                time.sleep(PAUSE)
+            thread.join()
+    print(f"between tokens of another answer, {options.answers} times {options.tokens} tokens of each kind")
+    alone = percentile(gaps["alone"], 0.99)
+    for where, times in gaps.items():
+        said = {"alone": "no prompt", "17 tokens": "prompts of 17 tokens in the pool"}.get(where, f"prompts of {length} tokens from {where}")
+        came = f", {len(firsts[where])} came, first token after {statistics.median(firsts[where]) * 1e3:.0f} ms" if firsts[where] else ""
+        p99 = percentile(times, 0.99)
+        print(f"  beside {said}: median {percentile(times, 0.5):.1f} ms, p90 {percentile(times, 0.9):.1f} ms, p99 {p99:.1f} ms, "
+              f"{p99 / alone:.2f} times alone{came}", flush=True)
 
 
 def main():
@@ -225,6 +238,8 @@ def main():
     parser.add_argument("--pool", default="256MiB", help="a worker's pool: two prompts of the longest at least")
     parser.add_argument("--evict", default=12_000, type=int, help="tokens of other prompts after which none of a prompt is in the pool")
     parser.add_argument("--evicts", default=2_000, type=int, help="tokens of each of these")
+    parser.add_argument("--answers", default=5, type=int, help="answers beside which prompts come, of each kind")
+    parser.add_argument("--tokens", default=1_000, type=int, help="tokens of such an answer")
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
     parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
     parser.add_argument("--brief", action="store_true", help="only times to the first token: with a large model the rest takes long")
