@@ -16,7 +16,7 @@ use half::{bf16, f16};
 
 use super::codes::Codes;
 use super::element::Element;
-use super::fold::{GROUP, Query, SLOTS, Slots, Softmax, TOGETHER, fold, scale_row};
+use super::fold::{Fold, GROUP, Query, SLOTS, Slots, Softmax, TOGETHER, scale_row};
 use super::isa::{Isa, dispatch};
 use super::kv_row::{Fp8, Int4, KvRow, Planes, Q8};
 use super::simd::Simd;
@@ -155,7 +155,7 @@ struct Work<S: Simd> {
     states: *mut Softmax<S>,
 }
 
-impl<S: Codes> Work<S> {
+impl<S: Codes + Fold> Work<S> {
     /// Takes a half of a group or both into the queries that see any, while what comes next is on its way.
     #[inline(always)]
     unsafe fn take<E: Element, const H: usize>(
@@ -171,7 +171,7 @@ impl<S: Codes> Work<S> {
             let (queries, count) = rows.some(task, q, done);
             ahead.fetch();
             // SAFETY: the caller's promise: the slots are loaded; rows of q and out belong to this task.
-            unsafe { fold::<S, E, H>(&queries[..count], self.states, task.scale, slots) }
+            unsafe { S::fold::<E, H>(&queries[..count], self.states, task.scale, slots) }
             done += count;
         }
     }
@@ -227,7 +227,7 @@ impl<S: Codes> Work<S> {
 }
 
 #[inline(always)]
-unsafe fn attend_kernel<S: Codes, T: KvRow>(_: S, task: &Task<'_>) {
+unsafe fn attend_kernel<S: Codes + Fold, T: KvRow>(_: S, task: &Task<'_>) {
     let (dim, width) = (task.planes.head_dim, task.group * task.planes.head_dim);
     let mut memory = std::mem::MaybeUninit::<Memory>::uninit();
     // Only those of the task's queries are ever touched.

@@ -368,14 +368,49 @@ unsafe fn add_all<S: Simd, E: Element>(queries: &[Query], p: &[Weights], slots: 
     }
 }
 
-/// Folds `H` times 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one. They may belong to
-/// several sequences.
-///
-/// # Safety
-/// `states` has those that the queries name; queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s
-/// features.
+/// What attention does with slots, compiled once for each instruction set and float type and not into the kernel of each KV type.
+pub trait Fold: Simd {
+    /// Folds `H` times 16 slots into the softmax and output of up to [`TOGETHER`] queries, each of which sees at least one. They may belong to
+    /// several sequences.
+    ///
+    /// # Safety
+    /// `states` has those that the queries name; queries, outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s
+    /// features.
+    unsafe fn fold<E: Element, const H: usize>(
+        queries: &[Query],
+        states: *mut Softmax<Self>,
+        scale: f32,
+        slots: &Slots<E>,
+    );
+}
+
+/// [`Fold`] with an instruction set's features.
+macro_rules! folds {
+    ($set:ty $(, $features:literal)?) => {
+        impl Fold for $set {
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
+            unsafe fn fold<E: Element, const H: usize>(
+                queries: &[Query],
+                states: *mut Softmax<Self>,
+                scale: f32,
+                slots: &Slots<E>,
+            ) {
+                // SAFETY: the caller's promise.
+                unsafe { fold_here::<Self, E, H>(queries, states, scale, slots) }
+            }
+        }
+    };
+}
+folds!(super::portable::Portable);
+#[cfg(target_arch = "x86_64")]
+folds!(super::avx2::Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+folds!(super::avx512::Vnni, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+
+/// See [`Fold::fold`].
 #[inline(always)]
-pub unsafe fn fold<S: Simd, E: Element, const H: usize>(
+unsafe fn fold_here<S: Simd, E: Element, const H: usize>(
     queries: &[Query],
     states: *mut Softmax<S>,
     scale: f32,
