@@ -7,6 +7,7 @@ mod avx2;
 mod avx512;
 mod ceilings;
 mod codes;
+mod columns;
 mod dots;
 mod element;
 mod elementwise;
