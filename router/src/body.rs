@@ -1,5 +1,5 @@
 //! Reads the bodies of requests: each bounded in size and time, all together bounded in memory (I5), together with the answers that are put
-//! together before they are sent.
+//! together before they are sent, and with the prompts that streams repeat.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ const DEPTH: usize = 6;
 /// Bytes that a permit of the memory stands for.
 const UNIT: usize = 1 << 10;
 
-/// Memory for the bodies that are being read and parsed, and for answers that are sent whole.
+/// Memory for the bodies that are being read and parsed, for answers that are sent whole, and for prompts that streams repeat.
 pub(crate) struct Bodies {
     limit: usize,
     memory: Bytes,

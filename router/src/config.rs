@@ -92,7 +92,7 @@ baton_runtime::config! {
         /// Maximum size of a request's body.
         body_limit: Bytes = Bytes(8 << 20),
         /// Maximum bytes of the bodies that are being read and parsed at a time, and of the answers that are sent whole; more are refused with
-        /// 429. Answers that are streamed need none.
+        /// 429. Answers that are streamed need none, unless they repeat their prompts (echo).
         body_memory: Bytes = Bytes(256 << 20),
         /// Memory for the tokens of texts seen before: prompts that begin alike are tokenised once up to where they differ. 0: none.
         token_cache: Bytes = TOKEN_CACHE,

@@ -171,8 +171,8 @@ async fn answer(
     let parser = tools.map(|tools| model.tool_parser(&tools));
     let prompt = generation.prompts.first().filter(|_| may_think);
     let reasoning = prompt.and_then(|prompt| model.reasoning(prompt));
-    let (echoes, share) = match asked.echo {
-        true => echoes(&front, model, &generation.prompts, asked.stream, line).await?,
+    let (echoes, mut share) = match asked.echo {
+        true => echoes(&front, model, &generation.prompts, line).await?,
         false => Default::default(),
     };
     let answer = Answer {
@@ -190,26 +190,29 @@ async fn answer(
         reader: Reader::new(reasoning, !asked.reasoning, parser),
     };
     match asked.stream {
-        true => sse::respond(generation, answer, front.limits.keep_alive).await,
+        true => {
+            if asked.echo {
+                // All its choices may begin at once.
+                front.bodies.grow(&mut share, answer.weight_before())?;
+            }
+            sse::respond(generation, answer, share, front.limits.keep_alive).await
+        }
         false => whole(generation, answer, &front.bodies, share, line).await,
     }
 }
 
-/// The prompts as their answers repeat them, and, of whole answers, their share of the memory. Long ones are made on a thread of their own.
+/// The prompts as their answers repeat them, and their share of the memory. Long ones are made on a thread of their own.
 async fn echoes(
     front: &Arc<Front>,
     model: &Arc<ServedModel>,
     prompts: &[Arc<[u32]>],
-    stream: bool,
     line: Option<&Line>,
 ) -> Result<(Vec<Echo>, Share), RequestError> {
     let (front, model, prompts) = (Arc::clone(front), Arc::clone(model), prompts.to_vec());
     let large = prompts.iter().map(|ids| ids.len()).sum::<usize>() >= MANY;
     let make = move || {
         let mut share = Share::default();
-        if !stream {
-            front.bodies.add(&mut share, Echo::weights(&model, &prompts))?;
-        }
+        front.bodies.add(&mut share, Echo::weights(&model, &prompts))?;
         Ok((prompts.iter().map(|ids| Echo::new(&model, ids)).collect(), share))
     };
     if large { heavy::run(line, make).await } else { make() }

@@ -12,6 +12,7 @@ use bytes::BytesMut;
 use futures::Stream;
 use tokio::time::{Instant, timeout};
 
+use crate::body::Share;
 use crate::error::RequestError;
 use crate::front::Generation;
 use crate::openai::{Answer, ErrorBody, Events, Part, Reader, Shape, Template, UsageSum};
@@ -23,6 +24,7 @@ use crate::waits::Alarm;
 pub(crate) async fn respond(
     mut generation: Generation,
     answer: Answer,
+    share: Share,
     keep_alive: Duration,
 ) -> Result<Response, RequestError> {
     let first = timeout(keep_alive, generation.next()).await.ok().flatten();
@@ -34,7 +36,7 @@ pub(crate) async fn respond(
         (header::CACHE_CONTROL, "no-cache"),
         (header::HeaderName::from_static("x-accel-buffering"), "no"),
     ];
-    let stream = ServerSent::new(generation, Writer::new(answer), first, keep_alive);
+    let stream = ServerSent::new(generation, (Writer::new(answer), share), first, keep_alive);
     Ok((headers, Body::from_stream(stream)).into_response())
 }
 
@@ -42,6 +44,8 @@ pub(crate) async fn respond(
 struct ServerSent {
     generation: Generation,
     writer: Writer,
+    /// Of the memory, for the prompts that the answer repeats.
+    _share: Share,
     /// The first event, if it came in time.
     first: Option<Event>,
     stage: Stage,
@@ -60,10 +64,15 @@ enum Stage {
 }
 
 impl ServerSent {
-    fn new(generation: Generation, writer: Writer, first: Option<Event>, keep_alive: Duration) -> ServerSent {
+    fn new(
+        generation: Generation,
+        (writer, share): (Writer, Share),
+        first: Option<Event>,
+        keep_alive: Duration,
+    ) -> ServerSent {
         let sent = Instant::now();
         let alarm = Alarm::new(sent + keep_alive);
-        ServerSent { generation, writer, first, stage: Stage::Begins, keep_alive, alarm, sent }
+        ServerSent { generation, writer, _share: share, first, stage: Stage::Begins, keep_alive, alarm, sent }
     }
 
     /// Takes in an event and all that are there by now, which go out in one write.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::support::{CHAT, CONTEXT, Cluster, TEXT, config, merged};
+use crate::support::{CHAT, CONTEXT, Cluster, TEXT, config, merged, streamed};
 use crate::tenants::{ONE, ask, error, write};
 use baton_proto::v1;
 use baton_proto::v1::inference_client::InferenceClient;
@@ -104,7 +104,7 @@ async fn a_tokenizers_answer_is_its_tenants_request_until_it_is_read() {
 }
 
 #[tokio::test]
-async fn prompts_that_whole_answers_repeat_take_memory() {
+async fn prompts_that_answers_repeat_take_memory() {
     let cluster = cluster(256 << 10).await;
     let prompt = vec![120; CONTEXT as usize - 20];
     let of = |n: u32, more: Value| merged(json!({"prompt": prompt, "max_tokens": 2, "n": n}), more);
@@ -116,5 +116,13 @@ async fn prompts_that_whole_answers_repeat_take_memory() {
     let (status, answer) = cluster.ask(TEXT, &of(120, json!({"echo": true}))).await;
     assert_eq!((status, answer["choices"].as_array().map(Vec::len)), (200, Some(120)));
     assert!(answer["choices"][7]["text"].as_str().unwrap().starts_with(&"x".repeat(prompt.len())));
+    // A stream's choices may all begin at once.
+    let wanted = |n: u32| of(n, json!({"echo": true, "return_token_ids": true, "stream": true}));
+    assert_eq!(code(&cluster.ask(TEXT, &wanted(120)).await), FULL);
+    // Together these would not fit: each gives its share back.
+    for _ in 0..60 {
+        let chunks = cluster.stream(TEXT, wanted(2)).await;
+        assert!(streamed(&chunks, 1).starts_with(&"x".repeat(prompt.len())));
+    }
     cluster.stop().await;
 }
