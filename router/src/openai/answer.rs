@@ -1,19 +1,18 @@
 //! The answer's JSON: one object, or a stream of chunks.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_types::{Class, TokenOut, Usage};
+use baton_types::{Class, TokenOut};
 use compact_str::CompactString;
-use schemars::{JsonSchema, Schema, SchemaGenerator};
-use serde::Serialize;
 
 use super::echo::Echo;
 use super::logprobs::{ChatLogprobs, TextLogprobs};
+use super::object::{Body, CallObject, Choice, Content, Delta, Logprobs, Message, UsageObject};
 use super::reader::{Reader, Said};
 use super::request::Asked;
 use super::responses::Frame;
 use super::template::Template;
+use super::usage::UsageSum;
 use crate::model::ServedModel;
 use crate::sink::{EventKind, Piece};
 use crate::tools::Call;
@@ -96,176 +95,6 @@ impl Part {
     pub fn is_silent(&self) -> bool {
         self.reasoning.is_empty() && self.text.is_empty() && self.calls.is_empty()
     }
-}
-
-#[derive(Serialize, JsonSchema)]
-#[schemars(rename = "Answer")]
-struct Body<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    /// Of a chat that names a tier or is batch work: the tier that it was served in.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    service_tier: Option<&'static str>,
-    choices: &'a [Choice],
-    /// Three cases that differ in a stream: absent (`None`), null (`Some(None)`), or a value.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<UsageObject>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_token_ids: Option<&'a [u32]>,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct Choice {
-    index: u32,
-    /// Of a whole chat.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    message: Option<Message>,
-    /// Of a streamed chat.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    delta: Option<Delta>,
-    /// Of a completion.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    text: Option<String>,
-    logprobs: Option<Logprobs>,
-    finish_reason: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_token_ids: Option<Vec<u32>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    token_ids: Option<Vec<u32>>,
-}
-
-/// What a choice says, in the form that its answer has.
-enum Content {
-    Message(Message),
-    Delta(Delta),
-    Text(String),
-}
-
-#[derive(Serialize, JsonSchema)]
-#[schemars(rename = "AnswerMessage")]
-struct Message {
-    role: &'static str,
-    /// What the model thought, if it thinks.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reasoning_content: Option<String>,
-    /// Null when there are only calls.
-    content: Option<String>,
-    refusal: Option<()>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<CallObject>,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct CallObject {
-    /// Only in a stream.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    index: Option<u32>,
-    id: String,
-    #[serde(rename = "type")]
-    kind: &'static str,
-    function: FunctionObject,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct FunctionObject {
-    name: String,
-    arguments: String,
-}
-
-impl CallObject {
-    fn of(call: Call, chunk: bool) -> CallObject {
-        let Call { index, id, name, arguments } = call;
-        CallObject { index: chunk.then_some(index), id, kind: "function", function: FunctionObject { name, arguments } }
-    }
-}
-
-#[derive(Serialize, JsonSchema)]
-#[schemars(rename = "AnswerDelta")]
-struct Delta {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reasoning_content: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<String>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<CallObject>,
-}
-
-#[derive(Serialize, JsonSchema)]
-#[serde(untagged)]
-enum Logprobs {
-    Chat(ChatLogprobs),
-    Text(TextLogprobs),
-}
-
-#[derive(Serialize, JsonSchema)]
-struct UsageObject {
-    prompt_tokens: u32,
-    completion_tokens: u32,
-    total_tokens: u32,
-    prompt_tokens_details: PromptDetails,
-    /// Of models that think.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    completion_tokens_details: Option<CompletionDetails>,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct PromptDetails {
-    cached_tokens: u32,
-}
-
-#[derive(Serialize, JsonSchema)]
-struct CompletionDetails {
-    reasoning_tokens: u32,
-}
-
-impl From<&UsageSum> for UsageObject {
-    fn from(sum: &UsageSum) -> UsageObject {
-        let (u, reasoning_tokens) = (sum.usage(), sum.thought);
-        UsageObject {
-            prompt_tokens: u.prompt_tokens,
-            completion_tokens: u.completion_tokens,
-            total_tokens: u.prompt_tokens + u.completion_tokens,
-            prompt_tokens_details: PromptDetails { cached_tokens: u.cached_tokens },
-            completion_tokens_details: (reasoning_tokens > 0).then_some(CompletionDetails { reasoning_tokens }),
-        }
-    }
-}
-
-/// Adds up the tokens used by an answer's choices. A prompt counts once, however many answers it has.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct UsageSum {
-    sum: Usage,
-    /// Tokens of the answers' thoughts.
-    pub thought: u32,
-    /// Per prompt: the fewest cached tokens of any of its choices. The others may have reused what that choice computed.
-    cached: BTreeMap<u32, u32>,
-}
-
-impl UsageSum {
-    /// Adds a choice that has ended. `n` is the number of choices per prompt.
-    pub fn add(&mut self, choice: u32, n: u32, usage: Usage) {
-        self.sum.completion_tokens += usage.completion_tokens;
-        if choice.is_multiple_of(n) {
-            self.sum.prompt_tokens += usage.prompt_tokens;
-        }
-        let cached = self.cached.entry(choice / n).or_insert(usage.cached_tokens);
-        *cached = usage.cached_tokens.min(*cached);
-    }
-
-    /// The sum.
-    pub fn usage(&self) -> Usage {
-        Usage { cached_tokens: self.cached.values().sum(), ..self.sum }
-    }
-}
-
-/// The schema of an answer and of a chunk.
-pub(super) fn schema(generator: &mut SchemaGenerator) -> Schema {
-    generator.subschema_for::<Body<'_>>()
 }
 
 impl Answer {
@@ -513,21 +342,5 @@ impl Answer {
         };
         // Cannot fail: the body consists of strings, numbers and lists of them.
         let _ = serde_json::to_writer(out, &body);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_prompt_counts_once_and_what_its_own_choices_computed_is_not_reuse() {
-        let mut sum = UsageSum::default();
-        let usage = |prompt_tokens, cached_tokens| Usage { prompt_tokens, completion_tokens: 5, cached_tokens };
-        // Two prompts with two answers each. Choice 1 computed the first prompt; choice 0 reused its KV.
-        for (choice, usage) in [(0, usage(10, 9)), (3, usage(20, 16)), (1, usage(10, 0)), (2, usage(20, 19))] {
-            sum.add(choice, 2, usage);
-        }
-        assert_eq!(sum.usage(), Usage { prompt_tokens: 30, completion_tokens: 20, cached_tokens: 16 });
     }
 }

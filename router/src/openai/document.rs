@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::tokens::{DetokenizeFields, Detokenized, TokenizeFields, Tokenized};
 use super::types::{ChatFields, CommonFields, CompletionFields, ErrorBody, Model, ModelList};
-use super::{answer, responses};
+use super::{object, responses};
 
 /// The document, in OpenAPI 3.1.
 pub(crate) fn document() -> Value {
@@ -47,7 +47,7 @@ struct Writer {
 impl Writer {
     fn paths(&mut self) -> Value {
         let (chat, text) = (self.both::<ChatFields>(), self.both::<CompletionFields>());
-        let answer = answer::schema(&mut self.writes).to_value();
+        let answer = object::schema(&mut self.writes).to_value();
         let (asks, response) = (responses::request_schema(&mut self.reads), responses::schema());
         let (tokenize, detokenize) = (self.read::<TokenizeFields>(), self.read::<DetokenizeFields>());
         let model = json!({"name": "id", "in": "path", "required": true, "schema": {"type": "string"}});

@@ -7,6 +7,7 @@ mod echo;
 mod embedded;
 mod fields;
 mod logprobs;
+mod object;
 mod once;
 mod output;
 mod parse;
@@ -17,8 +18,9 @@ mod template;
 mod tokens;
 mod tools;
 mod types;
+mod usage;
 
-pub(crate) use answer::{Answer, Part, Shape, UsageSum};
+pub(crate) use answer::{Answer, Part, Shape};
 pub(crate) use document::document;
 pub(crate) use echo::Echo;
 pub(crate) use embedded::Embedded;
@@ -29,6 +31,7 @@ pub(crate) use responses::{Events, Frame, whole as whole_response};
 pub(crate) use template::Template;
 pub(crate) use tokens::{TokenizeInput, Unwritten, detokenize, tokenize};
 pub(crate) use types::{ErrorBody, Model, ModelList};
+pub(crate) use usage::UsageSum;
 
 use crate::error::RequestError;
 use crate::input::GenerateInput;

@@ -3,7 +3,8 @@
 use baton_types::random_u64;
 use serde_json::{Map, Value, json};
 
-use crate::openai::answer::{Answer, Part, UsageSum};
+use crate::openai::answer::{Answer, Part};
+use crate::openai::usage::UsageSum;
 use crate::prompt::json_weight;
 use crate::tools::Call;
 

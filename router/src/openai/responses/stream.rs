@@ -7,9 +7,10 @@ use serde_json::{Value, json};
 
 use super::object::{self, Status, item_id, object};
 use crate::error::RequestError;
-use crate::openai::answer::{Answer, UsageSum};
+use crate::openai::answer::Answer;
 use crate::openai::reader::{Reader, Said};
 use crate::openai::types::ErrorBody;
+use crate::openai::usage::UsageSum;
 use crate::sink::{Event, EventKind, Piece};
 use crate::tools::Call;
 
