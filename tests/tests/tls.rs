@@ -1,6 +1,7 @@
 //! TLS between real processes: who has no certificate of the right role gets in nowhere, and certificates change under load.
 #![allow(clippy::unwrap_used)]
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,10 +11,11 @@ use baton_cluster::{Member, Role};
 use baton_proto::v1::{self, registry_client::RegistryClient, worker_client::WorkerClient};
 use baton_runtime::tls::{Authority, CertificateFiles, TlsRole, dial, write_private};
 use baton_runtime::{Tls, TlsConfig};
-use baton_tests::binary;
+use baton_tests::binary::{self, runtime_dir};
 use baton_tests::cluster::client::{apart, prompt, sampled};
 use baton_tests::cluster::{Cluster, ClusterOptions, learn, models, operator, processes, wait};
 use rustix::process::Signal;
+use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 fn of(folder: &Path, role: TlsRole) -> Tls {
@@ -47,24 +49,23 @@ fn port(member: &Member) -> u16 {
     member.grpc.rsplit_once(':').unwrap().1.parse().unwrap()
 }
 
-#[test]
-fn who_has_no_right_certificate_is_refused_on_every_port() {
-    let model = models::tiny().unwrap();
-    let certs = tempfile::tempdir().unwrap();
-    let folder = certs.path().to_str().unwrap();
-    binary::output(&["certs", folder]).unwrap();
-    // Another authority, with the same roles.
+/// Certificates of another authority for all roles, in a folder whose authority is the one in `of`.
+fn strangers(of: &Path) -> TempDir {
     let strangers = tempfile::tempdir().unwrap();
-    let other = Authority::new("other").unwrap();
-    write_private(&strangers.path().join("ca.pem"), &std::fs::read_to_string(certs.path().join("ca.pem")).unwrap())
-        .unwrap();
-    other.write(strangers.path(), &TlsRole::ALL, 1).unwrap();
-    let args = vec!["--certs".to_owned(), folder.to_owned()];
-    let cluster = Cluster::start(ClusterOptions { args, ..ClusterOptions::new(model.path()) }).unwrap();
-    cluster.wait_for_members(|members| members.len() == 3).unwrap();
-    let member = |role| cluster.members().into_iter().find(|m| m.role == role).unwrap();
-    let (prefill, decode, supervisor) = (member(Role::Prefill), member(Role::Decode), member(Role::Supervisor));
-    assert!([&prefill, &decode, &supervisor].iter().all(|m| m.grpc.starts_with("https://")), "{:?}", cluster.members());
+    write_private(&strangers.path().join("ca.pem"), &std::fs::read_to_string(of.join("ca.pem")).unwrap()).unwrap();
+    Authority::new("other").unwrap().write(strangers.path(), &TlsRole::ALL, 1).unwrap();
+    strangers
+}
+
+fn with_role(cluster: &Cluster, role: Role) -> Member {
+    cluster.members().into_iter().find(|m| m.role == role).unwrap()
+}
+
+/// Checks every internal port of a cluster with a prefill and a decode worker: who has a certificate of a right role in `certs` is let in, nobody
+/// else, and not with the same role in `strangers`.
+fn only_its_own_get_in(cluster: &Cluster, certs: &Path, strangers: &Path) {
+    let [prefill, decode, supervisor] =
+        [Role::Prefill, Role::Decode, Role::Supervisor].map(|role| with_role(cluster, role));
     let internal: u16 = cluster.registry().rsplit_once(':').unwrap().1.parse().unwrap();
     let admin: u16 = decode.admin.rsplit_once(':').unwrap().1.parse().unwrap();
     let listening = processes::listening_ports(cluster.pid("decode").unwrap());
@@ -80,12 +81,47 @@ fn who_has_no_right_certificate_is_refused_on_every_port() {
     ] {
         assert!(!cluster.block_on(lets_in(port, None)), "{name}: no TLS");
         for role in TlsRole::ALL {
-            let let_in = cluster.block_on(lets_in(port, Some(&of(certs.path(), role))));
+            let let_in = cluster.block_on(lets_in(port, Some(&of(certs, role))));
             assert_eq!(let_in, may.contains(&role), "{name}: {role:?}");
-            let stranger = cluster.block_on(lets_in(port, Some(&of(strangers.path(), role))));
+            let stranger = cluster.block_on(lets_in(port, Some(&of(strangers, role))));
             assert!(!stranger, "{name}: a stranger's {role:?}");
         }
     }
+}
+
+#[test]
+fn a_cluster_has_an_authority_of_its_own_unless_it_is_given_one() {
+    let model = models::tiny().unwrap();
+    let cluster = Cluster::start(ClusterOptions::new(model.path())).unwrap();
+    cluster.wait_for_members(|members| members.len() == 3).unwrap();
+    let port = cluster.registry().rsplit_once(':').unwrap().1;
+    let certs = runtime_dir().join("baton").join(format!("up-{port}"));
+    // Other users of the machine can read none of it, and its own user no key that makes more certificates.
+    let files: Vec<_> = std::fs::read_dir(&certs).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(files.len() > TlsRole::ALL.len(), "{files:?}");
+    for path in files.iter().chain([&certs]) {
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
+    }
+    assert!(!certs.join("ca-key.pem").exists(), "{files:?}");
+    only_its_own_get_in(&cluster, &certs, strangers(&certs).path());
+    cluster.stop().unwrap();
+    assert!(!certs.exists());
+}
+
+#[test]
+fn who_has_no_right_certificate_is_refused_on_every_port() {
+    let model = models::tiny().unwrap();
+    let certs = tempfile::tempdir().unwrap();
+    let folder = certs.path().to_str().unwrap();
+    binary::output(&["certs", folder]).unwrap();
+    let strangers = strangers(certs.path());
+    let args = vec!["--certs".to_owned(), folder.to_owned()];
+    let cluster = Cluster::start(ClusterOptions { args, ..ClusterOptions::new(model.path()) }).unwrap();
+    cluster.wait_for_members(|members| members.len() == 3).unwrap();
+    let [prefill, decode, supervisor] =
+        [Role::Prefill, Role::Decode, Role::Supervisor].map(|role| with_role(&cluster, role));
+    assert!([&prefill, &decode, &supervisor].iter().all(|m| m.grpc.starts_with("https://")), "{:?}", cluster.members());
+    only_its_own_get_in(&cluster, certs.path(), strangers.path());
     // A prefill worker's certificate registers no decode worker, which would be sent prompts, and removes none.
     let tls = of(certs.path(), TlsRole::Prefill);
     let channel = async { baton_cluster::channel(cluster.registry(), Some((&tls, TlsRole::Router))).unwrap() };
