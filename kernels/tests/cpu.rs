@@ -225,13 +225,28 @@ fn instruction_sets_store_and_attend_alike_to_the_bit() {
         let [mut q, k, v, cos, sin] = [&q, &k, &v, &angles, &angles].map(|x| backend.upload(x).unwrap());
         let rope = Rope { cos, sin };
         let shape = AttentionShape { group: 0, layer: 0, heads: 6, scale: 0.3 };
-        let mut batch = Ragged::with_capacity(tokens, 3);
-        batch.push(0, tokens, &[BlockId(2), BlockId(0), BlockId(1)]);
+        let (mut batch, table) = (Ragged::with_capacity(tokens, 3), [BlockId(2), BlockId(0), BlockId(1)]);
+        batch.push(0, tokens, &table);
         backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         backend.attention(shape, &batch, &q, &mut out);
         let blocks: Vec<_> = (0..3).map(|b| factory.block(&backend, 0, 0, BlockId(b))).collect();
         // Which NaN it is may differ.
-        (out.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect::<Vec<_>>(), blocks)
+        let bits =
+            |out: &[f32]| -> Vec<_> { out.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect() };
+        let out = bits(&out);
+        // A row alone has few queries, which read K and V in another way.
+        let width = 6 * dim;
+        let (mut query, mut alone) = (vec![0.0; width], backend.buffer(width).unwrap());
+        for position in 0..tokens {
+            backend.read(&q, position * width, &mut query);
+            let query = backend.upload(&query).unwrap();
+            batch.clear();
+            batch.push(position, 1, &table);
+            backend.attention(shape, &batch, &query, &mut alone);
+            let same = bits(&alone) == out[position * width..(position + 1) * width];
+            assert!(same, "row {position} alone: {dtype:?} x {head_dim}, {}", isa.name());
+        }
+        (out, blocks)
     };
     for dtype in KvDtype::ALL {
         for head_dim in [8, 64, 72, 256] {

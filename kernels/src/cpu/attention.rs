@@ -189,8 +189,8 @@ impl<S: Codes + Fold> Work<S> {
         let few = tiles.iter().map(|tile| tile.rows).sum::<usize>() * task.group <= TOGETHER;
         // SAFETY: the caller's promise.
         unsafe {
-            if T::HALVES && few {
-                let slots = slots::turn::<S, T>(&task.planes, task.kv_head, halves, self.widened, &mut ahead);
+            if T::SIXTEEN_BITS && few {
+                let slots = slots::transpose::<S, T>(&task.planes, task.kv_head, halves, self.widened, &mut ahead);
                 return self.seen(task, tiles, (base, halves), &slots, &mut ahead);
             }
             for (half, at) in halves.into_iter().enumerate() {

@@ -212,7 +212,7 @@ unsafe impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16) {
+    unsafe fn transpose_16(rows: *const u8, apart: usize, out: *mut u16) {
         // SAFETY: see the impl block; eight elements are readable at each row, 128 are writable at out. A register has a row of the
         // first eight and one of the second; unpacking keeps to its halves.
         unsafe {

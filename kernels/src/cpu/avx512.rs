@@ -162,6 +162,6 @@ unsafe impl Simd for Vnni {
         store_i8(p: *mut i8, x: __m256);
         store_group_i8(p: *mut i8, x: [__m256; 4]);
         transpose(rows: [__m256; LANES]) -> [__m256; LANES];
-        turn_halves(rows: *const u8, apart: usize, out: *mut u16);
+        transpose_16(rows: *const u8, apart: usize, out: *mut u16);
     }
 }

@@ -110,7 +110,7 @@ unsafe fn add_values<S: Simd, E: Element, const N: usize, const W: usize>(
 /// Adds values of slots `seen` to all outputs.
 ///
 /// # Safety
-/// Outputs and slots have `slots.dim` elements, a multiple of 8; the CPU has `S`'s features.
+/// Outputs and slots have `slots.dim` elements, a multiple of 8, as far as they are seen; the CPU has `S`'s features.
 #[inline(always)]
 pub unsafe fn add_all<S: Simd, E: Element>(queries: &[Query], p: &[Weights], slots: &Slots<E>, seen: (usize, usize)) {
     let mut n = 0;
@@ -122,11 +122,11 @@ pub unsafe fn add_all<S: Simd, E: Element>(queries: &[Query], p: &[Weights], slo
                 n += $count;
             }};
         }
-        // Floats of 16 bits are widened on the way, which more queries share.
-        let halves = size_of::<E>() == 2;
+        // What is widened here is shared by more queries.
+        let widens = size_of::<E>() == 2;
         match (queries.len() - n, S::REGISTERS) {
-            (3 | 6, ..32) if halves => some!(3, 1),
-            (4.., ..32) if halves => some!(4, 1),
+            (3 | 6, ..32) if widens => some!(3, 1),
+            (4.., ..32) if widens => some!(4, 1),
             (4 | 7.., 32..) => some!(4, 4),
             (3.., 32..) => some!(3, 4),
             (2.., 32..) => some!(2, 4),

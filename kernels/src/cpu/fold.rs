@@ -4,7 +4,7 @@
 //!
 //! A score is one chain of fused multiply-adds over head_dim, an output element one over slots, both ascending; which queries are
 //! taken together changes no bit (I1), nor does it whether slots that nobody sees are there, or whether K and V were widened to f32 before
-//! or are on the way, which is exact. Bound: fused multiply-adds, one load for each where one query is alone, about half of one where
+//! or are as they are used, which is exact. Bound: fused multiply-adds, one load for each where one query is alone, about half of one where
 //! several share the loads of K and V. Knows nothing of blocks, KV types or tiles.
 
 use super::columns::add_all;
@@ -57,7 +57,7 @@ unsafe fn all_scores<S: Simd, E: Element, const H: usize>(
     unsafe {
         let mut found = [[S::Wide::splat(0.0); H]; TOGETHER];
         if H == 2 && size_of::<E>() == 2 && S::REGISTERS < 32 {
-            // Widening on the way costs less for more queries of half as many slots.
+            // Each half alone: then up to four queries share what is widened.
             for half in 0..H {
                 let found_half = all_scores::<S, E, 1>(queries, &slots.half(half));
                 for n in 0..queries.len() {

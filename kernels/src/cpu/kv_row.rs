@@ -90,7 +90,7 @@ pub trait KvRow: Copy {
     /// What a widened parameter is multiplied by before [`KvRow::load`] gets it.
     const UNIT: f32 = 1.0;
     /// Whether elements are floats of 16 bits, which few queries read as they lie in the pool.
-    const HALVES: bool = false;
+    const SIXTEEN_BITS: bool = false;
     /// Those floats; f32 for all other types.
     type Float: Element;
 
@@ -118,7 +118,7 @@ pub trait KvRow: Copy {
 }
 
 impl<E: Element> KvRow for E {
-    const HALVES: bool = size_of::<E>() == 2;
+    const SIXTEEN_BITS: bool = size_of::<E>() == 2;
     type Float = E;
 
     #[inline(always)]

@@ -135,7 +135,7 @@ unsafe impl Simd for Portable {
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES] {
         std::array::from_fn(|c| std::array::from_fn(|r| rows[r][c]))
     }
-    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16) {
+    unsafe fn transpose_16(rows: *const u8, apart: usize, out: *mut u16) {
         for s in 0..2 * LANES {
             // SAFETY: eight elements are readable at each row, 128 are writable at out.
             unsafe {

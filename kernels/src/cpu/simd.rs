@@ -87,7 +87,7 @@ pub unsafe trait Simd: Floats {
     unsafe fn transpose(rows: [Self::F; LANES]) -> [Self::F; LANES];
     /// Eight elements of 16 bits of each of sixteen rows, whose beginnings are `apart` bytes from each other, become eight columns of
     /// sixteen, one behind the other.
-    unsafe fn turn_halves(rows: *const u8, apart: usize, out: *mut u16);
+    unsafe fn transpose_16(rows: *const u8, apart: usize, out: *mut u16);
 }
 
 /// A vector of sixteen lanes.

@@ -1,5 +1,5 @@
-//! Slots of a block on their way into attention: K and V of sixteen are read, widened to f32, and K is turned to `[dim][slot]`. For few
-//! queries floats of 16 bits stay such: K is turned as it is, V is not copied.
+//! Slots of a block on their way into attention: K and V of sixteen are read, widened to f32, and K is transposed to `[dim][slot]`. For few
+//! queries floats of 16 bits stay such: K is transposed as it is, V is not copied.
 //!
 //! Bytes moved: the rows once, from memory in decode and from a cache in prefill. Blocks lie anywhere in the pool, and processors fetch
 //! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]). Knows nothing of queries.
@@ -17,7 +17,7 @@ pub const MAX_DIM: usize = 512;
 /// Bytes of a line of the cache.
 const LINE: usize = 64;
 
-/// What slots are widened to: K of sixteen and of sixteen more, then V of both. Uninitialised until loaded: clearing so much for each
+/// What slots are widened to: K of sixteen and of sixteen more, then V of both; or, for few queries, K alone, transposed and not widened. Uninitialised until loaded: clearing so much for each
 /// task would cost more than a short decode row. Aligned so that no load of a wide vector straddles two lines.
 #[repr(C, align(64))]
 pub struct Memory {
@@ -131,13 +131,13 @@ pub unsafe fn load<S: Codes, T: KvRow>(
     }
 }
 
-/// Takes slots of a KV head from where they lie, as far as there are any, 16 and 16 more: K is turned, V stays in the pool. A type with
-/// [`KvRow::HALVES`]. Meanwhile what comes next is asked for.
+/// Takes slots of a KV head from where they lie, as far as there are any, 16 and 16 more: K is transposed, V stays in the
+/// pool. Meanwhile what comes next is asked for.
 ///
 /// # Safety
-/// As for [`load`].
+/// As for [`load`], and the type has [`KvRow::SIXTEEN_BITS`]. The slots may be used as long as nobody writes to the blocks.
 #[inline(always)]
-pub unsafe fn turn<S: Codes, T: KvRow>(
+pub unsafe fn transpose<S: Codes, T: KvRow>(
     planes: &Planes,
     kv_head: usize,
     halves: [Option<(BlockId, usize)>; 2],
@@ -154,7 +154,7 @@ pub unsafe fn turn<S: Codes, T: KvRow>(
                 let [key, value] = planes.rows(&[block], kv_head, slot);
                 let out = k.add(half * dim * SLOTS);
                 for d in (0..dim).step_by(LANES) {
-                    S::turn_halves(key.elements.add(2 * d), planes.row_bytes(), out.add(d * SLOTS));
+                    S::transpose_16(key.elements.add(2 * d), planes.row_bytes(), out.add(d * SLOTS));
                     ahead.fetch();
                 }
                 v[half] = value.elements.cast_const().cast();
