@@ -4,8 +4,9 @@
     bench/tiers.py [--model NAME] [--lengths 2000,8000] [--rounds N] [--disk DIR] [--object URL] [--brief]
         One worker that computes and answers, with a small pool. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
-        the first token of each, and then how the time between the tokens of another answer changes while short prompts come, while
-        long ones come whose prefixes are in the pool, and while theirs are loaded from host memory. At last the prefixes are in another process of the cluster, and come over shared memory and over TCP.
+        the first token of each, and then how the time between the tokens of another answer changes while short prompts come, while long ones come
+        whose prefixes are in the pool, and while theirs are loaded from host memory. At last the prefixes are in another process of the cluster, and come
+        over shared memory and over TCP.
         Before that, how long batch work that gave way to a prompt waits for its next token once that prompt is answered, without a store and with host memory.
         With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 

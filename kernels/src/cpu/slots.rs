@@ -17,8 +17,9 @@ pub const MAX_DIM: usize = 512;
 /// Bytes of a line of the cache.
 const LINE: usize = 64;
 
-/// What slots are widened to: K of sixteen and of sixteen more, then V of both; or, for few queries, K alone, transposed and not widened. Uninitialised until loaded: clearing so much for each
-/// task would cost more than a short decode row. Aligned so that no load of a wide vector straddles two lines.
+/// What slots are widened to: K of sixteen and of sixteen more, then V of both; or, for few queries, K alone, transposed and not widened.
+/// Uninitialised until loaded: clearing so much for each task would cost more than a short decode row. Aligned so that no load of a wide
+/// vector straddles two lines.
 #[repr(C, align(64))]
 pub struct Memory {
     k: [f32; 2 * MAX_DIM * SLOTS],
