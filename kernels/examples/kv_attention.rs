@@ -1,8 +1,8 @@
 //! Speed of attention over each KV type: `cargo run --release -p baton-kernels --example kv_attention`. Options: `--types f16,q8`,
-//! `--rows 1,16`, `--isa`, `--threads`.
+//! `--rows 1,16`, `--isa`, `--threads`, `--layers`.
 //!
 //! One layer at a time over a context (`--context`, 2,048 tokens), decode (one row) and prefill (16 rows), on one thread unless told. The
-//! pool holds more layers than a cache does, so that K and V come from memory as they do in a model. Types alternate; printed are medians,
+//! pool holds more layers than a cache does, so that K and V come from memory as they do in a model; `--layers 1` leaves them in a cache. Types alternate; printed are medians,
 //! the share of the ceiling of fused multiply-adds, measured in the same run, and the ratio to f16, or to the first type where that is
 //! left out. Every core must be idle.
 
@@ -24,6 +24,8 @@ const SHAPES: [(&str, usize, usize, usize); 3] =
 
 struct Bench {
     backend: CpuBackend,
+    /// Layers that are read, of those of the pool.
+    layers: usize,
     heads: usize,
     dim: usize,
     blocks: Vec<BlockId>,
@@ -115,7 +117,8 @@ impl Bench {
             let shape = AttentionShape { group: 0, layer, heads, scale: 0.1 };
             backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         }
-        Ok(Bench { backend, heads, dim, blocks, context, bytes })
+        let layers = option("layers").and_then(|text| text.parse().ok()).unwrap_or(LAYERS as usize);
+        Ok(Bench { backend, layers, heads, dim, blocks, context, bytes })
     }
 
     /// Seconds a layer for the last `rows` positions.
@@ -125,7 +128,7 @@ impl Bench {
         let mut batch = Ragged::with_capacity(rows, self.blocks.len());
         batch.push(self.context - rows, rows, &self.blocks);
         let started = Instant::now();
-        for layer in 0..LAYERS as usize {
+        for layer in (0..self.layers).cycle().take(LAYERS as usize) {
             let shape = AttentionShape { group: 0, layer, heads: self.heads, scale: 0.1 };
             self.backend.attention(shape, &batch, &q, &mut out);
         }

@@ -190,8 +190,8 @@ impl<S: Codes + Fold> Work<S> {
         // SAFETY: the caller's promise.
         unsafe {
             if T::SIXTEEN_BITS && few {
-                let slots = slots::transpose::<S, T>(&task.planes, task.kv_head, halves, self.widened, &mut ahead);
-                return self.seen(task, tiles, (base, halves), &slots, &mut ahead);
+                let slots = slots::transpose::<S, T>(&task.planes, task.kv_head, halves, self.widened, &ahead);
+                return self.seen(task, tiles, (base, halves), &slots, &mut Ahead::default());
             }
             for (half, at) in halves.into_iter().enumerate() {
                 if let Some(at) = at {
@@ -255,12 +255,7 @@ unsafe fn attend_kernel<S: Codes + Fold, T: KvRow>(_: S, task: &Task<'_>) {
                     (0, if sight.evicts(position) { (sinks - base).min(SLOTS) } else { 0 })
                 });
                 let slots = work.widened.slots();
-                work.take::<f32, 1>(
-                    task,
-                    (&rows, task.sink_q),
-                    &slots,
-                    &mut Ahead::new(&task.planes, task.kv_head, [None; 2]),
-                );
+                work.take::<f32, 1>(task, (&rows, task.sink_q), &slots, &mut Ahead::default());
             }
         }
         for pass in task.passes() {

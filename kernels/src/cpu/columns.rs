@@ -36,20 +36,38 @@ impl<S: Simd> Vector for Sixteen<S> {
     }
 }
 
+/// `acc[n] += p[n][s] · v[s]`, `W` vectors wide.
+#[inline(always)]
+unsafe fn add_slot<V: Vector, E: Element, const N: usize, const W: usize>(
+    acc: &mut [[<V::Lanes as Floats>::F; W]; N],
+    weights: &[*const f32; N],
+    s: usize,
+    row: *const E,
+) {
+    // SAFETY: the caller's promise: the row has `W` vectors, and each query a weight for the slot.
+    unsafe {
+        for w in 0..W {
+            let values = V::load(row.add(w * V::Lanes::COUNT));
+            for n in 0..N {
+                acc[n][w] = V::Lanes::fma(V::Lanes::splat(*weights[n].add(s)), values, acc[n][w]);
+            }
+        }
+    }
+}
+
 /// `out[n] += Σ_s p[n][s] · v[s]` over slots `low..high`, `W` vectors wide from element `d` on.
 #[inline(always)]
 unsafe fn add_columns<V: Vector, E: Element, const N: usize, const W: usize>(
     queries: &[Query],
     p: &[Weights],
-    v: [*const E; 2],
-    (dim, d): (usize, usize),
+    (slots, d): (&Slots<E>, usize),
     (low, high): (usize, usize),
 ) {
     let (mut out, mut weights) = ([std::ptr::null_mut::<f32>(); N], [std::ptr::null::<f32>(); N]);
     for n in 0..N {
         (out[n], weights[n]) = (queries[n].out.wrapping_add(d), p[n].as_ptr());
     }
-    let count = V::Lanes::COUNT;
+    let (count, lines) = (V::Lanes::COUNT, W * V::Lanes::COUNT / SLOTS);
     // SAFETY: outputs and the rows of v that are seen have `dim` elements, `W` vectors of them from `d` on.
     unsafe {
         let mut acc = [[V::Lanes::splat(0.0); W]; N];
@@ -60,18 +78,19 @@ unsafe fn add_columns<V: Vector, E: Element, const N: usize, const W: usize>(
         }
         for half in 0..2 {
             let first = half * SLOTS;
-            for s in low.max(first)..high.min(first + SLOTS) {
-                let row = v[half].add((s - first) * dim + d);
-                let mut values = [V::Lanes::splat(0.0); W];
-                for w in 0..W {
-                    values[w] = V::load(row.add(w * count));
+            let (mut s, end) = (low.max(first), high.min(first + SLOTS));
+            let row = |s: usize| slots.v[half].wrapping_add((s - first) * slots.dim + d);
+            while s + 2 <= end {
+                // Two slots of 16 columns are as many elements as a line has.
+                for w in 0..lines {
+                    E::ask(slots.next[1][half], d / 2 + (s - first) / 2 * lines + w);
                 }
-                for n in 0..N {
-                    let x = V::Lanes::splat(*weights[n].add(s));
-                    for w in 0..W {
-                        acc[n][w] = V::Lanes::fma(x, values[w], acc[n][w]);
-                    }
-                }
+                add_slot::<V, E, N, W>(&mut acc, &weights, s, row(s));
+                add_slot::<V, E, N, W>(&mut acc, &weights, s + 1, row(s + 1));
+                s += 2;
+            }
+            if s < end {
+                add_slot::<V, E, N, W>(&mut acc, &weights, s, row(s));
             }
         }
         for n in 0..N {
@@ -94,15 +113,15 @@ unsafe fn add_values<S: Simd, E: Element, const N: usize, const W: usize>(
     // SAFETY: outputs and rows of v have `dim` elements, a multiple of 8.
     unsafe {
         while d + W * SLOTS <= dim {
-            add_columns::<Sixteen<S>, E, N, W>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Sixteen<S>, E, N, W>(queries, p, (slots, d), seen);
             d += W * SLOTS;
         }
         while d + SLOTS <= dim {
-            add_columns::<Sixteen<S>, E, N, 1>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Sixteen<S>, E, N, 1>(queries, p, (slots, d), seen);
             d += SLOTS;
         }
         if d < dim {
-            add_columns::<Eight<S>, E, N, 1>(queries, p, slots.v, (dim, d), seen);
+            add_columns::<Eight<S>, E, N, 1>(queries, p, (slots, d), seen);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::simd::{Floats, Simd, Wide};
+use super::simd::{Floats, Simd, Wide, prefetch};
 
 /// An element type that loads as eight f32 lanes.
 pub trait Element: Copy {
@@ -16,6 +16,13 @@ pub trait Element: Copy {
     /// # Safety
     /// Sixteen elements are readable at `p`, and the CPU has `S`'s features.
     unsafe fn load_wide<S: Simd>(p: *const Self) -> Wide<S>;
+    /// Asks for a line, 64 bytes, of rows that are used where they lie. Others are asked for elsewhere.
+    #[inline(always)]
+    fn ask(rows: *const u8, line: usize) {
+        if size_of::<Self>() == 2 {
+            prefetch(rows.wrapping_add(64 * line));
+        }
+    }
     /// Stores eight elements, rounded to nearest.
     ///
     /// # Safety

@@ -31,15 +31,16 @@ unsafe fn scores<S: Simd, E: Element, const N: usize, const H: usize>(
     // SAFETY: each query has `dim` elements, k has `dim * 16` and as many for the second half.
     unsafe {
         let mut acc = [[S::Wide::splat(0.0); H]; N];
-        for d in 0..slots.dim {
-            let mut k = [S::Wide::splat(0.0); H];
+        for first in (0..slots.dim).step_by(2) {
             for h in 0..H {
-                k[h] = E::load_wide::<S>(slots.k.add((h * slots.dim + d) * SLOTS));
+                E::ask(slots.next[0][h], first / 2);
             }
-            for n in 0..N {
-                let q = S::Wide::splat(*q[n].add(d));
+            for d in [first, first + 1] {
                 for h in 0..H {
-                    acc[n][h] = S::Wide::fma(q, k[h], acc[n][h]);
+                    let k = E::load_wide::<S>(slots.k.add((h * slots.dim + d) * SLOTS));
+                    for n in 0..N {
+                        acc[n][h] = S::Wide::fma(S::Wide::splat(*q[n].add(d)), k, acc[n][h]);
+                    }
                 }
             }
         }
@@ -143,13 +144,17 @@ pub struct Slots<E> {
     pub v: [*const E; 2],
     /// head_dim.
     pub dim: usize,
+    /// Of 16 bits, K of each half as it lies in the pool, and V, of the slots that are needed next: each line is asked for while its place in
+    /// these is used. Readable or not.
+    pub next: [[*const u8; 2]; 2],
 }
 
 impl<E> Slots<E> {
     /// The first half or the second.
     #[inline(always)]
     pub fn half(&self, half: usize) -> Slots<E> {
-        Slots { k: self.k.wrapping_add(half * self.dim * SLOTS), v: [self.v[half]; 2], dim: self.dim }
+        let next = self.next.map(|of| [of[half]; 2]);
+        Slots { k: self.k.wrapping_add(half * self.dim * SLOTS), v: [self.v[half]; 2], dim: self.dim, next }
     }
 }
 

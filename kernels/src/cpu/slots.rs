@@ -2,7 +2,8 @@
 //! queries floats of 16 bits stay such: K is transposed as it is, V is not copied.
 //!
 //! Bytes moved: the rows once, from memory in decode and from a cache in prefill. Blocks lie anywhere in the pool, and processors fetch
-//! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]). Knows nothing of queries.
+//! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]), evenly: a core waits for few
+//! lines at a time, and one that asks for more stands still. Knows nothing of queries.
 
 use baton_types::BlockId;
 
@@ -48,7 +49,8 @@ impl Widened {
     /// All 32.
     #[inline(always)]
     pub fn slots(self) -> Slots<f32> {
-        Slots { k: self.k, v: [self.v, self.v.wrapping_add(self.dim * SLOTS)], dim: self.dim }
+        let next = [std::ptr::null(); 2];
+        Slots { k: self.k, v: [self.v, self.v.wrapping_add(self.dim * SLOTS)], dim: self.dim, next: [next; 2] }
     }
 }
 
@@ -133,7 +135,7 @@ pub unsafe fn load<S: Codes, T: KvRow>(
 }
 
 /// Takes slots of a KV head from where they lie, as far as there are any, 16 and 16 more: K is transposed, V stays in the
-/// pool. Meanwhile what comes next is asked for.
+/// pool. What comes next is asked for while they are used.
 ///
 /// # Safety
 /// As for [`load`], and the type has [`KvRow::SIXTEEN_BITS`]. The slots may be used as long as nobody writes to the blocks.
@@ -143,11 +145,10 @@ pub unsafe fn transpose<S: Codes, T: KvRow>(
     kv_head: usize,
     halves: [Option<(BlockId, usize)>; 2],
     into: Widened,
-    ahead: &mut Ahead,
+    ahead: &Ahead,
 ) -> Slots<T::Float> {
     let (dim, k) = (planes.head_dim, into.k.cast::<u16>());
     let mut v = [std::ptr::null(); 2];
-    ahead.share(halves.iter().flatten().count() * dim / LANES);
     for (half, at) in halves.into_iter().enumerate() {
         if let Some((block, slot)) = at {
             // SAFETY: the caller's promise: the rows of 16 slots lie one behind the other, and k has room for those of 32.
@@ -156,13 +157,12 @@ pub unsafe fn transpose<S: Codes, T: KvRow>(
                 let out = k.add(half * dim * SLOTS);
                 for d in (0..dim).step_by(LANES) {
                     S::transpose_16(key.elements.add(2 * d), planes.row_bytes(), out.add(d * SLOTS));
-                    ahead.fetch();
                 }
                 v[half] = value.elements.cast_const().cast();
             }
         }
     }
-    Slots { k: k.cast_const().cast(), v, dim }
+    Slots { k: k.cast_const().cast(), v, dim, next: ahead.halves().unwrap_or([[k.cast_const().cast(); 2]; 2]) }
 }
 
 /// Rows that are needed next, asked for a part at a time.
@@ -176,6 +176,13 @@ pub struct Ahead {
     done: usize,
 }
 
+impl Default for Ahead {
+    /// None.
+    fn default() -> Ahead {
+        Ahead { rows: [std::ptr::null(); 4], bytes: 0, step: 0, done: 0 }
+    }
+}
+
 impl Ahead {
     /// 16 slots of a KV head, from a slot of a block on, or none, and as many more.
     pub fn new(planes: &Planes, kv_head: usize, halves: [Option<(BlockId, usize)>; 2]) -> Ahead {
@@ -186,6 +193,13 @@ impl Ahead {
             (rows[2 * i], rows[2 * i + 1]) = (k.elements.cast_const(), v.elements.cast_const());
         }
         Ahead { rows, bytes: SLOTS * planes.row_bytes(), step: 0, done: 0 }
+    }
+
+    /// Where K of both halves begins, and V. The only one stands for both.
+    fn halves(&self) -> Option<[[*const u8; 2]; 2]> {
+        let [k, v, more_k, more_v] = self.rows;
+        let both = |one: *const u8, more: *const u8| [one, if more.is_null() { one } else { more }];
+        (!k.is_null()).then(|| [both(k, more_k), both(v, more_v)])
     }
 
     /// They are asked for in so many parts.
