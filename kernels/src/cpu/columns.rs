@@ -2,7 +2,7 @@
 
 use super::element::Element;
 use super::fold::{Query, SLOTS, Slots, Weights};
-use super::simd::{Floats, Simd, Wide};
+use super::simd::{Floats, LANES, Simd, Wide};
 
 /// Eight lanes or sixteen, into which elements are widened.
 trait Vector {
@@ -112,6 +112,13 @@ unsafe fn add_values<S: Simd, E: Element, const N: usize, const W: usize>(
     let (dim, mut d) = (slots.dim, 0);
     // SAFETY: outputs and rows of v have `dim` elements, a multiple of 8.
     unsafe {
+        // As with scores, these fill 16 registers.
+        if N == 3 && W == 1 {
+            while d + 4 * LANES <= dim {
+                add_columns::<Eight<S>, E, N, 4>(queries, p, (slots, d), seen);
+                d += 4 * LANES;
+            }
+        }
         while d + W * SLOTS <= dim {
             add_columns::<Sixteen<S>, E, N, W>(queries, p, (slots, d), seen);
             d += W * SLOTS;

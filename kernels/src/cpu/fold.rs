@@ -48,6 +48,27 @@ unsafe fn scores<S: Simd, E: Element, const N: usize, const H: usize>(
     }
 }
 
+/// [`scores`] of three queries against all 32 slots. Their twelve sums of eight lanes, an element of each query and what is widened fill 16
+/// registers, and so many sums keep two units for fused multiply-adds busy, whose results come after four cycles.
+#[inline(always)]
+unsafe fn scores_of_three<S: Simd, E: Element>(queries: &[Query], slots: &Slots<E>) -> [[S::F; 4]; 3] {
+    let q = [queries[0].q, queries[1].q, queries[2].q];
+    // SAFETY: as for `scores`.
+    unsafe {
+        let mut acc = [[S::splat(0.0); 4]; 3];
+        for d in 0..slots.dim {
+            E::ask(slots.next[0][d % 2], d / 2);
+            for v in 0..4 {
+                let k = E::load::<S>(slots.k.add((v / 2 * slots.dim + d) * SLOTS + v % 2 * LANES));
+                for n in 0..3 {
+                    acc[n][v] = S::fma(S::splat(*q[n].add(d)), k, acc[n][v]);
+                }
+            }
+        }
+        acc
+    }
+}
+
 /// [`scores`] of all of at most [`TOGETHER`] queries.
 #[inline(always)]
 unsafe fn all_scores<S: Simd, E: Element, const H: usize>(
@@ -58,6 +79,14 @@ unsafe fn all_scores<S: Simd, E: Element, const H: usize>(
     unsafe {
         let mut found = [[S::Wide::splat(0.0); H]; TOGETHER];
         if H == 2 && size_of::<E>() == 2 && S::REGISTERS < 32 {
+            if queries.len().is_multiple_of(3) {
+                for (three, found) in queries.chunks(3).zip(found.chunks_mut(3)) {
+                    for (found, [a, b, c, d]) in found.iter_mut().zip(scores_of_three::<S, E>(three, slots)) {
+                        (found[0], found[H - 1]) = (S::join(a, b), S::join(c, d));
+                    }
+                }
+                return found;
+            }
             // Each half alone: then up to four queries share what is widened.
             for half in 0..H {
                 let found_half = all_scores::<S, E, 1>(queries, &slots.half(half));
