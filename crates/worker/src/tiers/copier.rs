@@ -24,7 +24,7 @@ use super::pace::Paces;
 const LOOKS: Duration = Duration::from_millis(100);
 /// A pause while the store has too much to read.
 const BUSY: Duration = Duration::from_millis(2);
-/// Bytes of a layer that a device is given at a time.
+/// Bytes of a layer that a device is given at a time, and after which a copy in host memory gives way.
 const STAGED: usize = 1 << 20;
 
 /// A block in host memory, and its blocks in the pool, by group.
@@ -43,6 +43,24 @@ pub(super) struct Copier {
     pub layered: Arc<Layered>,
     /// Blocks that were not in a device's memory as they were stored.
     pub garbled: Arc<AtomicU64>,
+    /// When it gives way.
+    pub courtesy: Courtesy,
+}
+
+/// Bytes a thread has copied since it last gave way.
+#[derive(Debug, Default)]
+pub(super) struct Courtesy(usize);
+
+impl Courtesy {
+    /// So many bytes were copied. Where a step is computed on the same processors it goes on first: whoever is being answered waits for the next
+    /// token, while a load can use the step's pauses. A processor that has nothing else to do loses nothing by it.
+    fn copied(&mut self, bytes: usize) {
+        self.0 += bytes;
+        if self.0 >= STAGED {
+            self.0 = 0;
+            std::thread::yield_now();
+        }
+    }
 }
 
 impl Copier {
@@ -168,6 +186,7 @@ impl Copier {
         self.gather(keys.into_iter(), loading, paces, |copier, reading, blocks, begun| {
             let tier = reading.tier();
             let copied = copier.copy_in(&mut [(reading, blocks)], None, written);
+            copier.courtesy.copied(bytes);
             if copied && matches!(copier.memory, Memory::Host(_)) {
                 paces.follow(tier, begun.elapsed(), bytes);
             }
@@ -191,6 +210,7 @@ impl Copier {
                 if !self.copy_in(some, Some(at), &mut written) {
                     return false;
                 }
+                self.courtesy.copied(some.len() * self.geometry.layout.block_bytes(at.0));
             }
             if !self.settle(true, &mut written) {
                 return false;
@@ -313,6 +333,7 @@ impl Copier {
                         // writes to it.
                         unsafe { std::slice::from_raw_parts(segment.as_ptr().add(range.start), range.len()) }
                     });
+                    self.courtesy.copied(self.store.shape().data_bytes());
                 }
                 return Ok(());
             }

@@ -9,7 +9,7 @@ use baton_transfer::conformance::{Broken, memory_over};
 use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Registrable, Segment};
 use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
 
-use super::copier::Copier;
+use super::copier::{Copier, Courtesy};
 use super::memory::Memory;
 use super::*;
 
@@ -61,6 +61,7 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
             together: 0,
             layered: Arc::default(),
             garbled: Arc::default(),
+            courtesy: Courtesy::default(),
         },
         segment,
     }

@@ -10,7 +10,7 @@ use baton_runtime::metrics as names;
 use baton_store::KvStore;
 use metrics::histogram;
 
-use super::copier::Copier;
+use super::copier::{Copier, Courtesy};
 use super::layered::Layered;
 use super::loading::Loading;
 use super::memory::Memory;
@@ -58,6 +58,7 @@ impl Parts<'_> {
             together: if self.by_layer { (self.slots / 4).min(TOGETHER) } else { 0 },
             layered: Arc::clone(layered),
             garbled: Arc::clone(self.garbled),
+            courtesy: Courtesy::default(),
         })
     }
 }
