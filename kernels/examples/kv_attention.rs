@@ -2,9 +2,9 @@
 //! `--rows 1,16`, `--isa`, `--threads`, `--layers`.
 //!
 //! One layer at a time over a context (`--context`, 2,048 tokens), decode (one row) and prefill (16 rows), on one thread unless told. The
-//! pool holds more layers than a cache does, so that K and V come from memory as they do in a model; `--layers 1` leaves them in a cache. Types alternate; printed are medians,
-//! the share of the ceiling of fused multiply-adds, measured in the same run, and the ratio to f16, or to the first type where that is
-//! left out. Every core must be idle.
+//! pool holds more layers than a cache does, so that K and V come from memory as they do in a model; `--layers 1` leaves them in a cache.
+//! Types alternate; printed are medians, the share of the ceiling of fused multiply-adds, measured in the same run, and the ratio to f16,
+//! or to the first type where that is left out. Every core must be idle.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -117,7 +117,8 @@ impl Bench {
             let shape = AttentionShape { group: 0, layer, heads, scale: 0.1 };
             backend.rope_and_store_kv(shape, &batch, &rope, &mut q, &k, &v);
         }
-        let layers = option("layers").and_then(|text| text.parse().ok()).unwrap_or(LAYERS as usize);
+        let layers =
+            option("layers").and_then(|text| text.parse().ok()).unwrap_or(LAYERS as usize).clamp(1, LAYERS as usize);
         Ok(Bench { backend, layers, heads, dim, blocks, context, bytes })
     }
 

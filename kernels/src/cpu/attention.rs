@@ -180,7 +180,8 @@ impl<S: Codes + Fold> Work<S> {
     #[inline(always)]
     unsafe fn group<T: KvRow>(&self, task: &Task<'_>, tiles: &[Tile], base: usize, end: usize) {
         let halves = task.halves(&tiles[0], base);
-        let (next, kv_head) = match (base + GROUP, task.then) {
+        let next_base = base + GROUP;
+        let (next, kv_head) = match (next_base, task.then) {
             (next, _) if next < end => (task.halves(&tiles[0], next), task.kv_head),
             (_, Some((tile, kv_head))) => (task.halves(&tile, task.first(&tile)), kv_head),
             _ => ([None; 2], task.kv_head),
@@ -190,7 +191,14 @@ impl<S: Codes + Fold> Work<S> {
         // SAFETY: the caller's promise.
         unsafe {
             if T::SIXTEEN_BITS && few {
-                let slots = slots::transpose::<S, T>(&task.planes, task.kv_head, halves, self.widened, &ahead);
+                // Each line is asked for at its place in these slots, as far as all of them are used and have one; else at once.
+                let evenly = next_base < end && halves.iter().all(Option::is_some);
+                if !evenly {
+                    ahead.share(1);
+                    ahead.fetch();
+                }
+                let next = if evenly { ahead.halves() } else { None };
+                let slots = slots::transpose::<S, T>(&task.planes, task.kv_head, halves, self.widened, next);
                 return self.seen(task, tiles, (base, halves), &slots, &mut Ahead::default());
             }
             for (half, at) in halves.into_iter().enumerate() {

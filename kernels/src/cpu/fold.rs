@@ -28,7 +28,7 @@ unsafe fn scores<S: Simd, E: Element, const N: usize, const H: usize>(
     for (q, query) in q.iter_mut().zip(queries) {
         *q = query.q;
     }
-    // SAFETY: each query has `dim` elements, k has `dim * 16` and as many for the second half.
+    // SAFETY: each query has `dim` elements, an even number, k has `dim * 16` and as many for the second half.
     unsafe {
         let mut acc = [[S::Wide::splat(0.0); H]; N];
         for first in (0..slots.dim).step_by(2) {

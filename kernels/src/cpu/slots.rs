@@ -2,8 +2,8 @@
 //! queries floats of 16 bits stay such: K is transposed as it is, V is not copied.
 //!
 //! Bytes moved: the rows once, from memory in decode and from a cache in prefill. Blocks lie anywhere in the pool, and processors fetch
-//! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]), evenly: a core waits for few
-//! lines at a time, and one that asks for more stands still. Knows nothing of queries.
+//! ahead only within a page, so what is needed next is asked for while what is there is worked on ([`Ahead`]). For few queries of 16 bits that
+//! is done evenly: a core waits for few lines at a time, and one that asks for more stands still. Knows nothing of queries.
 
 use baton_types::BlockId;
 
@@ -135,7 +135,7 @@ pub unsafe fn load<S: Codes, T: KvRow>(
 }
 
 /// Takes slots of a KV head from where they lie, as far as there are any, 16 and 16 more: K is transposed, V stays in the
-/// pool. What comes next is asked for while they are used.
+/// pool. `next` is asked for while they are used ([`Slots::next`]).
 ///
 /// # Safety
 /// As for [`load`], and the type has [`KvRow::SIXTEEN_BITS`]. The slots may be used as long as nobody writes to the blocks.
@@ -145,7 +145,7 @@ pub unsafe fn transpose<S: Codes, T: KvRow>(
     kv_head: usize,
     halves: [Option<(BlockId, usize)>; 2],
     into: Widened,
-    ahead: &Ahead,
+    next: Option<[[*const u8; 2]; 2]>,
 ) -> Slots<T::Float> {
     let (dim, k) = (planes.head_dim, into.k.cast::<u16>());
     let mut v = [std::ptr::null(); 2];
@@ -162,7 +162,9 @@ pub unsafe fn transpose<S: Codes, T: KvRow>(
             }
         }
     }
-    Slots { k: k.cast_const().cast(), v, dim, next: ahead.halves().unwrap_or([[k.cast_const().cast(); 2]; 2]) }
+    // To ask for what a cache has anyway costs less than to look whether there is anything to ask for.
+    let next = next.unwrap_or([[k.cast_const().cast(); 2]; 2]);
+    Slots { k: k.cast_const().cast(), v, dim, next }
 }
 
 /// Rows that are needed next, asked for a part at a time.
@@ -196,7 +198,7 @@ impl Ahead {
     }
 
     /// Where K of both halves begins, and V. The only one stands for both.
-    fn halves(&self) -> Option<[[*const u8; 2]; 2]> {
+    pub fn halves(&self) -> Option<[[*const u8; 2]; 2]> {
         let [k, v, more_k, more_v] = self.rows;
         let both = |one: *const u8, more: *const u8| [one, if more.is_null() { one } else { more }];
         (!k.is_null()).then(|| [both(k, more_k), both(v, more_v)])
