@@ -2,6 +2,7 @@
 //! blocks between it and the pool. Nobody uses a block before all of its prefix is there; but a step may use a layer before the next ones are (I2).
 
 mod copier;
+mod courtesy;
 mod expected;
 mod layered;
 mod loading;

@@ -15,6 +15,7 @@ use baton_store::{Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
 
+use super::courtesy::Courtesy;
 use super::layered::{Layered, Turn};
 use super::loading::Loading;
 use super::memory::{Memory, Written, fill, read, verify};
@@ -24,7 +25,7 @@ use super::pace::Paces;
 const LOOKS: Duration = Duration::from_millis(100);
 /// A pause while the store has too much to read.
 const BUSY: Duration = Duration::from_millis(2);
-/// Bytes of a layer that a device is given at a time, and after which a copy in host memory gives way.
+/// Bytes of a layer that a device is given at a time.
 const STAGED: usize = 1 << 20;
 
 /// A block in host memory, and its blocks in the pool, by group.
@@ -47,22 +48,6 @@ pub(super) struct Copier {
     pub courtesy: Courtesy,
 }
 
-/// Bytes a thread has copied since it last gave way.
-#[derive(Debug, Default)]
-pub(super) struct Courtesy(usize);
-
-impl Courtesy {
-    /// So many bytes were copied. Where a step is computed on the same processors it goes on first: whoever is being answered waits for the next
-    /// token, while a load can use the step's pauses. A processor that has nothing else to do loses nothing by it.
-    fn copied(&mut self, bytes: usize) {
-        self.0 += bytes;
-        if self.0 >= STAGED {
-            self.0 = 0;
-            std::thread::yield_now();
-        }
-    }
-}
-
 impl Copier {
     /// The keys of a move's blocks, each with its blocks in the pool, by group.
     pub fn keys(&self, what: &Move) -> Vec<(BlockKey, Vec<BlockId>)> {
@@ -79,6 +64,7 @@ impl Copier {
             return None;
         }
         let (mut written, begun) = (Vec::new(), Instant::now());
+        self.courtesy.load(loading.seconds);
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
         let bytes = keys.len() * self.store.shape().data_bytes();
         let few = !keys.is_empty() && keys.len() <= self.together;
@@ -310,6 +296,7 @@ impl Copier {
 
     /// Copies blocks out of the pool, as far as the store takes them.
     pub fn save(&mut self, what: &Move) {
+        self.courtesy.save();
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
         match catch_unwind(AssertUnwindSafe(|| self.save_all(keys))) {
             Ok(Ok(())) => return,

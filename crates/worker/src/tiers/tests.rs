@@ -9,7 +9,8 @@ use baton_transfer::conformance::{Broken, memory_over};
 use baton_transfer::{DeviceError, DeviceMemory, DeviceQueue, JobDone, Moving, Pool, Registrable, Segment};
 use baton_types::{BlockId, OpenedBy, PoolGeometry, PoolHandle, RequestId, Time};
 
-use super::copier::{Copier, Courtesy};
+use super::copier::Copier;
+use super::courtesy::Courtesy;
 use super::memory::Memory;
 use super::*;
 

@@ -10,7 +10,8 @@ use baton_runtime::metrics as names;
 use baton_store::KvStore;
 use metrics::histogram;
 
-use super::copier::{Copier, Courtesy};
+use super::copier::Copier;
+use super::courtesy::Courtesy;
 use super::layered::Layered;
 use super::loading::Loading;
 use super::memory::Memory;
