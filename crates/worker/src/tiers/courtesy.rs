@@ -57,7 +57,10 @@ mod tests {
     #[test]
     fn a_load_gives_way_for_half_of_its_patience() {
         let mut courtesy = Courtesy::default();
-        courtesy.load(3600.0);
+        let begun = Instant::now();
+        courtesy.load(60.0);
+        let half = courtesy.until.map(|until| (until - begun).as_secs_f64() / (60.0 * PATIENCE));
+        assert!(half.is_some_and(|half| (0.5..0.6).contains(&half)), "{half:?} of its patience");
         assert!(courtesy.copied(PIECE));
         courtesy.until = Some(Instant::now());
         assert!(!courtesy.copied(PIECE), "its time is over");
