@@ -34,8 +34,8 @@ mod unix;
 mod wake;
 
 pub use baton_handoff::{
-    FenceState, OnDone, PathReport, Range, ReceiverEvent, ReceiverStats, TransferError, TransferLimits, TransferStats,
-    TransportKind,
+    FenceState, Known, OnDone, PathReport, Range, ReceiverEvent, ReceiverStats, TransferError, TransferLimits,
+    TransferStats, TransportKind,
 };
 pub use convert::{Conversion, Converter};
 pub use cpus::Cpus;

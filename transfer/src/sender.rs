@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use baton_handoff::{Core, Descriptor, Done, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
+use baton_handoff::{Core, Descriptor, Done, Known, OnDone, PathReport, Quiet, TransferError, TransportKind, Writes};
 use baton_types::{BlockId, Epoch, WorkerId};
 
 use crate::cpus::End;
@@ -282,6 +282,14 @@ impl Handoff {
             self.writes.queued(blocks);
         }
         Ok(())
+    }
+
+    /// Says what blocks were verified with when they came into the local pool: if other bytes leave, it ends with [`TransferError::Changed`]. Of KV that
+    /// changes its type on the way nothing can be said.
+    pub fn knows(&self, known: Vec<Known>) {
+        if !self.converts {
+            self.writes.core().knows(known);
+        }
     }
 
     /// Ends the handoff once everything is written. `on_done` is called exactly once: when the decode side has verified or refused, when

@@ -25,6 +25,17 @@ pub struct Exchange {
     pub deadline: Time,
 }
 
+/// What a block in the pool was verified with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Digest {
+    /// Layer group.
+    pub group: usize,
+    /// The block.
+    pub block: BlockId,
+    /// The sum of the digests of its layers, as at a handoff.
+    pub of: u64,
+}
+
 impl Exchange {
     /// Tokens of the blocks that move.
     pub fn moves(&self, block_size: u32) -> u32 {
@@ -91,9 +102,9 @@ impl Engine {
         { fetches }.any(|fetch| same(fetch) && fetch.tokens.starts_with(tokens))
     }
 
-    /// A fetch is complete and verified (I2), and the peer's access to its blocks is over (I3): they are in the prefix cache now. Returns the
-    /// tokens of the prefix that is here.
-    pub fn fetched(&mut self, seq: SeqId) -> Result<u32, EngineError> {
+    /// A fetch is complete and verified (I2), and the peer's access to its blocks is over (I3): they are in the prefix cache now. `digests` are
+    /// those it was verified with, as far as they are known: [`Engine::digest`] returns them. Returns the tokens of the prefix that is here.
+    pub fn fetched(&mut self, seq: SeqId, digests: &[Digest]) -> Result<u32, EngineError> {
         let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
         let moved = sequence.len() - 1;
         let (operation, state) = ("take fetched KV for", sequence.phase.name());
@@ -105,6 +116,8 @@ impl Engine {
                 self.sequences.remove(&seq);
                 let taken = self.take_fetched(lent, &tokens[..moved as usize]);
                 taken.map_err(|error| self.defect.get_or_insert(error).clone())?;
+                // Of a block that was here already, the digest is of no use.
+                digests.iter().for_each(|digest| self.pools.vouch(digest.group, digest.block, digest.of));
                 if let (true, Some(ended)) = (self.notes_fetched, &mut self.ended) {
                     let left = Exchange { request_id, tokens, prefix, deadline: Time(0) };
                     ended.extend((ended.len() < MOST_ENDED).then_some(left));
@@ -122,6 +135,18 @@ impl Engine {
         let mut tables = self.pools.accept(lent)?;
         self.pools.index(&mut tables, tokens, Readers::Nobody, false)?;
         self.pools.free(tables)
+    }
+
+    /// The digest that a block in the prefix cache was verified with when it came. `None`: it was computed here, or has left the cache.
+    pub fn digest(&self, group: usize, block: BlockId) -> Option<u64> {
+        self.pools.digest(group, block)
+    }
+
+    /// A block's bytes are not those of its [`Engine::digest`] any more (I2): nobody finds it from now on, nor what continues it.
+    pub fn spoilt(&mut self, group: usize, block: BlockId) {
+        if let Err(error) = self.pools.spoilt(group, block) {
+            self.defect.get_or_insert(error);
+        }
     }
 
     /// Leading tokens of a prefix that are in the prefix cache.

@@ -48,7 +48,7 @@ pub use config::{EngineConfig, Order};
 pub use engine::{Aborted, Engine};
 pub use error::{EngineError, RunError, SequenceError};
 pub use event::Event;
-pub use exchange::Exchange;
+pub use exchange::{Digest, Exchange};
 #[cfg(feature = "testing")]
 pub use holdings::{BlockAccount, Hold, Holding};
 pub use saturation::Saturation;

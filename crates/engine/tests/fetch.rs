@@ -83,7 +83,7 @@ fn a_prompt_waits_for_its_fetched_prefix_and_computes_the_rest() {
     assert_eq!((from.engine.held(), from.blocks()), (1, (7, 0, 0)));
     write(&from, serves, &mut to, fetches);
     from.engine.release(serves).unwrap();
-    assert_eq!(to.engine.fetched(fetches), Ok(28));
+    assert_eq!(to.engine.fetched(fetches, &[]), Ok(28));
     assert_eq!(to.step(), [(prompt.0, 12)]);
     to.steps(5);
     assert_eq!(to.tokens_of(prompt), alone);
@@ -119,7 +119,11 @@ fn a_prompt_is_computed_behind_a_fetch_that_streams() {
     let row = step.rows()[0];
     assert_eq!((row.start, row.len, row.since), (28, 12, 0), "a peer gets the prefix with the rest");
     assert!(to.plan().is_none(), "nothing is launched behind it");
-    assert_eq!(to.engine.fetched(fetches), Err(EngineError::UnknownSequence(fetches)), "the prompt has its blocks");
+    assert_eq!(
+        to.engine.fetched(fetches, &[]),
+        Err(EngineError::UnknownSequence(fetches)),
+        "the prompt has its blocks"
+    );
     assert_eq!((to.blocks(), to.engine.here(&prefix(), &(0..40).collect::<Vec<_>>())), ((10, 0, 0), 0), "I2");
     write_from(0, &from, serves, &mut to, prompts[0]);
     let mut out = to.compute(&step);
@@ -273,7 +277,7 @@ fn a_fetched_prefix_is_noted_where_no_prompt_follows() {
         let (fetches, serves) = (fetch(&mut to, 30).unwrap(), from.engine.serve(exchange(30)).unwrap());
         write(&from, serves, &mut to, fetches);
         assert!(to.engine.take_ended().is_empty(), "it is not here yet");
-        assert_eq!(to.engine.fetched(fetches), Ok(28));
+        assert_eq!(to.engine.fetched(fetches, &[]), Ok(28));
         to.engine.take_ended().into_iter().map(|left| (left.prefix, left.tokens)).collect::<Vec<_>>()
     };
     assert_eq!(noted(true), [(prefix(), (0..29).collect())], "its blocks, and a token after them");
@@ -353,7 +357,7 @@ fn what_a_preempted_sequence_left_comes_back() {
     from.engine.release(computes).unwrap();
     let serves = from.engine.serve(kept).unwrap();
     write(&from, serves, &mut rig, fetches);
-    assert_eq!(rig.engine.fetched(fetches), Ok(12));
+    assert_eq!(rig.engine.fetched(fetches, &[]), Ok(12));
     assert_eq!(rig.step(), [(seq.0, 21 - 12)]);
     rig.steps(14);
     assert_eq!(rig.tokens_of(seq), alone(200));
@@ -409,7 +413,7 @@ fn a_prompt_whose_prefix_had_no_room_asks_for_it_when_there_is() {
             from.engine.release(computes).unwrap();
             let serves = from.engine.serve(prefix).unwrap();
             write(&from, serves, &mut rig, fetches);
-            assert_eq!(rig.engine.fetched(fetches), Ok(28));
+            assert_eq!(rig.engine.fetched(fetches, &[]), Ok(28));
             assert_eq!(rig.step(), [(second.0, 2)], "only the rest is computed");
         }
         while rig.tokens_of(second).len() < 2 {
@@ -482,6 +486,6 @@ fn a_fetch_and_a_handoff_are_not_confused() {
     assert!(matches!(refused, Err(EngineError::WrongState { .. })), "{refused:?}");
     let receives = to.engine.submit(request(Start::Receive, 8, 2)).unwrap();
     to.step();
-    assert!(matches!(to.engine.fetched(receives), Err(EngineError::WrongState { .. })));
+    assert!(matches!(to.engine.fetched(receives, &[]), Err(EngineError::WrongState { .. })));
     assert_eq!(to.blocks().1, 7 + 2, "both go on");
 }

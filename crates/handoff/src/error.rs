@@ -59,6 +59,20 @@ pub enum TransferError {
         /// Digest of the bytes in the decode pool.
         got: u64,
     },
+    /// A block of the local pool has other bytes than it was verified with when it came (I2).
+    #[error(
+        "block {block} of group {group} has changed in this pool since it came: digest {got:016x}, it was {want:016x}"
+    )]
+    Changed {
+        /// Layer group.
+        group: u32,
+        /// The block.
+        block: BlockId,
+        /// Digest that it was verified with.
+        want: u64,
+        /// Digest of what was read now.
+        got: u64,
+    },
     /// A frame arrived with other bytes than were sent, so nothing of the session can be relied on (I2).
     #[error("a frame from {peer} changed on its way")]
     Corrupt {
@@ -224,7 +238,7 @@ impl TransferError {
         use TransferError::*;
         match self {
             Layout(_) | Descriptor { .. } => "mismatch",
-            Verify { .. } | Corrupt { .. } => "corruption",
+            Verify { .. } | Changed { .. } | Corrupt { .. } => "corruption",
             Incomplete { .. } => "incomplete",
             Protocol { .. } => "protocol",
             Refused { .. } => "refused",
@@ -269,7 +283,7 @@ impl BatonError for TransferError {
         match self {
             Layout(mismatch) => mismatch.kind(),
             Descriptor { .. } => ErrorKind::InvalidArgument,
-            Verify { .. } | Corrupt { .. } | Incomplete { .. } => ErrorKind::DataLoss,
+            Verify { .. } | Changed { .. } | Corrupt { .. } | Incomplete { .. } => ErrorKind::DataLoss,
             Aborted { .. } => ErrorKind::Cancelled,
             PeerLost { .. } => ErrorKind::PathLost,
             Deadline { .. } => ErrorKind::DeadlineExceeded,

@@ -42,7 +42,7 @@ pub use inbound::{
 pub use limits::{TransferLimits, TransportKind};
 pub use memory::PoolMemory;
 pub use outbound::{
-    Connecting, Core, Done, Effect, Excuse, FAREWELL, Line, Meter, OnDone, Op, Outbound, Parties, PathReport,
+    Connecting, Core, Done, Effect, Excuse, FAREWELL, Known, Line, Meter, OnDone, Op, Outbound, Parties, PathReport,
     PathTable, Paths, Pools, Quiet, TransferStats, Writes, blames_path, join_until, tells_peer,
 };
 pub use wire::{

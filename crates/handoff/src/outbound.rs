@@ -17,7 +17,7 @@ mod turns;
 mod writes;
 
 pub use connecting::{Connecting, join_until};
-pub use core::Core;
+pub use core::{Core, Known};
 pub use done::{Done, OnDone, Quiet, TransferStats};
 pub use ending::{Excuse, FAREWELL, blames_path, tells_peer};
 pub use line::Line;

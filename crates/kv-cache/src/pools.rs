@@ -291,7 +291,10 @@ impl KvPools {
         let last = self.pools[group].state(block)?.1 == 1;
         self.pools[group].cache(block)?;
         self.index.released(group, block, last);
-        Ok(())
+        match self.index.node_of(group, block) {
+            Some(id) if self.index.is_useless(id) => self.drop_leaf(id),
+            _ => Ok(()),
+        }
     }
 
     /// Adds one owner to an indexed block.
@@ -319,7 +322,7 @@ impl KvPools {
         }
     }
 
-    /// Evicts a leaf without owners from the index, then each ancestor that is left without blocks and children.
+    /// Evicts a leaf without owners from the index, then each ancestor that is of no use without it.
     pub(crate) fn drop_leaf(&mut self, id: NodeId) -> Result<(), KvError> {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -331,7 +334,7 @@ impl KvPools {
                     self.pools[group].evict(*block)?;
                 }
             }
-            next = parent.and_then(|parent| self.index.hollow_parent(parent));
+            next = parent.and_then(|parent| self.index.useless_parent(parent));
         }
         Ok(())
     }

@@ -55,7 +55,7 @@ impl KvPools {
         let most = &tokens[..tokens.len().saturating_sub(1)];
         let (mut path, mut tip) = (Vec::new(), Parent::Root(prefix.seed));
         for block in most.chunks_exact(size) {
-            let Some(id) = self.index.child(tip, block) else { break };
+            let Some(id) = self.index.child(tip, block).filter(|id| !self.index.is_spoilt(*id)) else { break };
             path.push(id);
             tip = Parent::Node(id);
         }
@@ -65,7 +65,7 @@ impl KvPools {
         let next = &most[done..most.len().min(done + size)];
         let copy = self.index.nearest(tip, next);
         let whole = |id: NodeId| (0..self.groups()).all(|group| self.index.block(id, group).is_some());
-        let copy = copy.filter(|(id, common)| *common > 0 && whole(*id));
+        let copy = copy.filter(|(id, common)| *common > 0 && whole(*id) && !self.index.is_spoilt(*id));
         Hit { path, copy, tokens: done as u32 + copy.map_or(0, |(_, common)| common) }
     }
 
@@ -184,9 +184,12 @@ impl KvPools {
         if let Some(partial) = chain.partial.take() {
             self.index.remove(partial);
         }
+        if matches!(chain.tip, Parent::Node(tip) if self.index.is_spoilt(tip)) {
+            return Ok(false);
+        }
         let (at, name) = (chain.blocks as usize, chain.name.then(tokens));
         let id = match self.index.child(chain.tip, tokens) {
-            Some(_) if exposed => return Ok(false),
+            Some(id) if exposed || self.index.is_spoilt(id) => return Ok(false),
             Some(id) => {
                 self.merge(tables, at, id)?;
                 id
@@ -286,6 +289,23 @@ impl KvPools {
             }
         }
         Ok(())
+    }
+
+    /// Notes the digest that a block in the prefix cache was verified with, to be compared when it is read again (I2).
+    pub fn vouch(&mut self, group: usize, block: BlockId, digest: u64) {
+        self.index.vouch(group, block, digest);
+    }
+
+    /// The digest that was noted of a block that is in the prefix cache. `None`: it was computed here.
+    pub fn digest(&self, group: usize, block: BlockId) -> Option<u64> {
+        self.index.digest(group, block)
+    }
+
+    /// A block's bytes are not what they were when it was verified: nobody finds it from now on, nor what continues it. Blocks that nobody holds are
+    /// free at once, others when nobody holds them any more.
+    pub fn spoilt(&mut self, group: usize, block: BlockId) -> Result<(), KvError> {
+        let Some(id) = self.index.node_of(group, block) else { return Ok(()) };
+        self.index.spoil(id).into_iter().try_for_each(|leaf| self.drop_leaf(leaf))
     }
 
     /// From now on notes which blocks enter and leave the index, for [`KvPools::take_changes`].

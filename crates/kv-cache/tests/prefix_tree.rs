@@ -447,3 +447,48 @@ fn the_last_full_block_keeps_its_chain() {
     pools.free(tables).unwrap();
     assert!(pools.counts().idle());
 }
+
+/// Nobody finds a spoilt block, nor what continues it. What nobody holds is free at once, the rest when it is given back; the same tokens can be cached
+/// again then.
+#[test]
+fn what_is_spoilt_is_found_by_nobody() {
+    for held in [false, true] {
+        let mut pools = pools(2, &[(8, None, 0), (8, Some(4), 0)], CacheConfig::default());
+        let (prefix, tokens) = (Prefix::default(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        let cache = |pools: &mut KvPools, tokens: &[u32]| {
+            let hit = pools.lookup(&prefix, tokens).without_copy();
+            let mut tables = pools.seat(&hit, Some(prefix), Need::whole(tokens.len() as u32)).unwrap();
+            pools.index(&mut tables, tokens, Readers::Nobody, false).unwrap();
+            tables
+        };
+        let tables = cache(&mut pools, &tokens[..8]);
+        let block = tables.as_slice()[0].blocks()[1];
+        pools.vouch(0, block, 77);
+        pools.vouch(0, BlockId(7), 78);
+        assert_eq!((pools.digest(0, block), pools.digest(1, block)), (Some(77), None));
+        assert_eq!(pools.digest(0, BlockId(7)), None, "it is not in the cache");
+        let mut tables = Some(tables);
+        if !held {
+            pools.free(tables.take().unwrap()).unwrap();
+        }
+        assert_eq!(pools.lookup(&prefix, &tokens).tokens(), 8);
+        pools.spoilt(0, block).unwrap();
+        pools.check().unwrap();
+        assert_eq!(pools.lookup(&prefix, &tokens).tokens(), 2, "what comes before it is as it was");
+        if let Some(mut tables) = tables {
+            pools.index(&mut tables, &tokens[..8], Readers::Nobody, false).unwrap();
+            let other = cache(&mut pools, &tokens[..8]);
+            assert_eq!(pools.lookup(&prefix, &tokens).tokens(), 2, "while it is there, its place is not taken");
+            pools.check().unwrap();
+            pools.free(other).unwrap();
+            pools.free(tables).unwrap();
+        }
+        pools.check().unwrap();
+        assert_eq!((pools.indexed(), pools.digest(0, block)), (1, None));
+        let again = cache(&mut pools, &tokens[..8]);
+        assert_eq!(pools.lookup(&prefix, &tokens).tokens(), 8);
+        pools.free(again).unwrap();
+        pools.clear_cache().unwrap();
+        assert_eq!((pools.counts().free, pools.indexed()), (pools.counts().total, 0));
+    }
+}

@@ -1,5 +1,6 @@
 //! What a stored block is: whose KV it is, and by what its bytes are known.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -123,6 +124,16 @@ impl Shape {
     /// All groups, as [`BlockKey::groups`] has them.
     pub fn all_groups(&self) -> u32 {
         u32::MAX >> (32 - self.groups.len())
+    }
+
+    /// What the digests of the parts of these groups add up to: the digest of the block in each group, as at a handoff.
+    pub fn group_digests(&self, groups: u32, digests: &[u64]) -> BTreeMap<usize, u64> {
+        let mut sums = BTreeMap::new();
+        for (part, digest) in self.parts(groups).zip(digests) {
+            let sum = sums.entry(part.group).or_insert(0u64);
+            *sum = sum.wrapping_add(*digest);
+        }
+        sums
     }
 
     /// The parts of these groups, in the order of groups and layers.

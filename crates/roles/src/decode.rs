@@ -202,7 +202,7 @@ impl Decode {
 
     fn received(&mut self, desk: Desk<'_>, event: ReceiverEvent, out: &mut Vec<Effect>) {
         match event {
-            ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport } => {
+            ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport, .. } => {
                 out.push(Effect::Arrived { transport, bytes });
                 tracing::debug!(%epoch, bytes, seconds, transport = transport.as_str(), "KV verified");
                 let told =

@@ -10,11 +10,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use baton_engine::{Aborted, Engine, Event, Exchange as Prefix};
-use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransferStats, TransportKind};
+use baton_engine::{Aborted, Digest, Engine, Event, Exchange as Prefix};
+use baton_handoff::{FenceState, Known, ReceiverEvent, TransferError, TransferStats, TransportKind};
 use baton_types::{BatonError, BlockId, Epoch, ErrorKind, KvLayout, SeqId};
 
-use crate::loans::{Loan, Loans};
+use crate::loans::{Loan, Loans, lent_blocks};
 use crate::prefill::{Target, pairs_of};
 use crate::submit::{Desk, Refused, Ticket, clear};
 
@@ -113,6 +113,8 @@ pub enum Effect {
         seq: SeqId,
         /// Per group: pairs of local block and index in the loan.
         pairs: Vec<Vec<(BlockId, u32)>>,
+        /// Of those that came here from elsewhere: what they were verified with then.
+        known: Vec<Known>,
     },
     /// Abort the handoff of [`Effect::Send`] if it has not ended.
     Abort(SeqId),
@@ -124,11 +126,15 @@ pub enum Effect {
         bytes: u64,
         /// Tokens of the prefix.
         tokens: u32,
+        /// Seconds from granting access to verification.
+        seconds: f64,
     },
     /// For metrics: a prefix was served.
     Served(TransferStats),
     /// For metrics: a transfer failed at this end.
     Failed {
+        /// It was to bring a prefix here.
+        fetched: bool,
         /// The transport, if it is known.
         transport: Option<TransportKind>,
         /// Why.
@@ -222,7 +228,14 @@ impl Exchange {
         let live = layout.groups.iter().map(|group| group.live(target.tokens, layout.block_size));
         let pairs = tables.iter().zip(live).zip(&target.first);
         let pairs = pairs.map(|((table, live), first)| pairs_of(table, 0..table.blocks().len(), live, *first));
-        out.push(Effect::Send { seq, pairs: pairs.collect() });
+        let pairs: Vec<Vec<(BlockId, u32)>> = pairs.collect();
+        let known = (0..).zip(&pairs).flat_map(|(group, pairs)| pairs.iter().map(move |pair| (group, *pair)));
+        let known = known.filter_map(|(group, (block, index))| {
+            let digest = desk.engine.digest(group as usize, block)?;
+            Some(Known { group, index, block, digest })
+        });
+        let known = known.collect();
+        out.push(Effect::Send { seq, pairs, known });
     }
 
     fn lent(
@@ -247,13 +260,14 @@ impl Exchange {
 
     fn received(&mut self, engine: &mut Engine, event: ReceiverEvent, out: &mut Vec<Effect>) {
         match event {
-            ReceiverEvent::Verified { epoch, bytes, transport, .. } => {
+            ReceiverEvent::Verified { epoch, bytes, transport, seconds, digests, .. } => {
                 // Given up meanwhile: the fence has cleared it.
                 let Some(seq) = self.loans.end(epoch) else { return };
                 out.push(Effect::Release(epoch));
-                match engine.fetched(seq) {
+                let digests = digests_of(engine, seq, &digests);
+                match engine.fetched(seq, &digests) {
                     Ok(tokens) => {
-                        out.push(Effect::Fetched { transport, bytes, tokens });
+                        out.push(Effect::Fetched { transport, bytes, tokens, seconds });
                         self.finish(seq, Answer::Fetched(tokens), out);
                     }
                     Err(error) => {
@@ -269,7 +283,7 @@ impl Exchange {
                     self.loans.give_up(epoch, seq);
                 }
                 self.finish(seq, failed(&error), out);
-                out.push(Effect::Failed { transport, error });
+                out.push(Effect::Failed { fetched: true, transport, error });
             }
             ReceiverEvent::Fenced { epoch } => self.loans.fenced(engine, epoch),
         }
@@ -283,6 +297,10 @@ impl Exchange {
         transport: Option<TransportKind>,
         out: &mut Vec<Effect>,
     ) {
+        let changed = match outcome {
+            Err(TransferError::Changed { group, block, .. }) => Some((group as usize, block)),
+            _ => None,
+        };
         let item = match outcome {
             Ok(stats) => {
                 out.push(Effect::Served(stats));
@@ -290,7 +308,7 @@ impl Exchange {
             }
             Err(error) => {
                 let item = failed(&error);
-                out.push(Effect::Failed { transport, error });
+                out.push(Effect::Failed { fetched: false, transport, error });
                 item
             }
         };
@@ -302,6 +320,9 @@ impl Exchange {
         } else {
             // Cancelled meanwhile, or too late: its quarantined blocks waited for this.
             clear(engine, seq);
+        }
+        if let Some((group, block)) = changed {
+            engine.spoilt(group, block);
         }
     }
 
@@ -354,6 +375,17 @@ impl Exchange {
             }
         }
     }
+}
+
+/// The digests of what was lent for a sequence, by its blocks. `by_index`: per group, in the order of the loan's blocks.
+fn digests_of(engine: &Engine, seq: SeqId, by_index: &[Vec<u64>]) -> Vec<Digest> {
+    let blocks = lent_blocks(engine, seq);
+    let groups = blocks.iter().zip(by_index).enumerate();
+    groups
+        .flat_map(|(group, (blocks, digests))| {
+            blocks.iter().zip(digests).map(move |(block, of)| Digest { group, block: *block, of: *of })
+        })
+        .collect()
 }
 
 fn failed(error: &impl BatonError) -> Answer {

@@ -52,15 +52,10 @@ impl Loans {
 
     /// Lends the blocks that the engine has set aside for a sequence, under a new epoch.
     pub fn lend(&mut self, engine: &Engine, seq: SeqId, lease: Duration) -> Loan {
-        let tables = engine.tables(seq).unwrap_or_default();
         // I3: the blocks before these are shared with others, and nobody is told to write to them.
         let from = engine.lent_from(seq).unwrap_or(0);
-        // Blocks that the next token does not see do not travel.
-        let here =
-            |blocks: &[BlockId]| -> Vec<BlockId> { blocks.iter().copied().filter(|block| *block != HOLE).collect() };
-        let lent = |t: &BlockTable| here(t.blocks().get(from as usize..).unwrap_or_default());
-        let blocks: Vec<Vec<BlockId>> = tables.iter().map(lent).collect();
-        let tokens = tables.first().map_or(0, |t| t.tokens());
+        let blocks = lent_blocks(engine, seq);
+        let tokens = engine.tables(seq).and_then(<[BlockTable]>::first).map_or(0, BlockTable::tokens);
         let epoch = Epoch(self.next);
         self.next += PARTS;
         self.open.insert(epoch, seq);
@@ -106,4 +101,13 @@ impl Loans {
     pub fn counts(&self) -> (usize, usize) {
         (self.open.len(), self.fencing.len())
     }
+}
+
+/// Per group: the blocks that are lent for a sequence, in token order.
+pub(crate) fn lent_blocks(engine: &Engine, seq: SeqId) -> Vec<Vec<BlockId>> {
+    let from = engine.lent_from(seq).unwrap_or(0) as usize;
+    // Blocks that the next token does not see do not travel.
+    let here = |blocks: &[BlockId]| blocks.iter().copied().filter(|block| *block != HOLE).collect();
+    let lent = |table: &BlockTable| here(table.blocks().get(from..).unwrap_or_default());
+    engine.tables(seq).unwrap_or_default().iter().map(lent).collect()
 }

@@ -15,7 +15,7 @@ mod held;
 
 use std::collections::BTreeMap;
 
-use baton_engine::{BlockTable, Engine, EngineError, Event, Exchange as Prefix, HOLE};
+use baton_engine::{BlockTable, Digest, Engine, EngineError, Event, Exchange as Prefix, HOLE};
 use baton_types::{BlockId, SeqId, Time};
 
 use crate::submit::{Desk, clear};
@@ -38,6 +38,8 @@ pub struct Move {
     pub first: u32,
     /// Per layer group: the prefix's blocks from there on, [`HOLE`] where a window has passed one.
     pub blocks: Vec<Vec<BlockId>>,
+    /// Of a save: what those of them were verified with that came here from elsewhere.
+    pub known: Vec<Digest>,
 }
 
 /// A command.
@@ -52,12 +54,13 @@ pub enum Command {
     },
     /// All of a load is in host memory, and its layers are being copied and verified in ascending order.
     Streams(SeqId),
-    /// Nothing writes to the blocks of a load any more. True: all are written and verified (I2). Sent once for each [`Effect::Load`].
-    Loaded(SeqId, bool),
+    /// Nothing writes to the blocks of a load any more. If all are written and verified (I2), these are the digests. Sent once for each [`Effect::Load`].
+    Loaded(SeqId, Option<Vec<Digest>>),
     /// The store lacks blocks of this prefix, from this block on.
     Save(Box<Prefix>, u32),
-    /// Nothing reads the blocks of a save any more. Sent once for each [`Effect::Save`].
-    Saved(SeqId),
+    /// Nothing reads the blocks of a save any more. The second part is the layer group and the block of one that is not what it was when it came (I2).
+    /// Sent once for each [`Effect::Save`].
+    Saved(SeqId, Option<(usize, BlockId)>),
 }
 
 /// What it wants done.
@@ -134,19 +137,12 @@ impl Tiers {
                     desk.engine.streams(seq);
                 }
             }
-            Command::Loaded(seq, whole) => self.loaded(desk.engine, seq, whole, out),
+            Command::Loaded(seq, digests) => self.loaded(desk.engine, seq, digests.as_deref(), out),
             Command::Save(prefix, first) => {
                 let prefix = Prefix { deadline: now.after_ms(SAVE_MS), ..*prefix };
                 self.save(desk, prefix, first, out);
             }
-            Command::Saved(seq) => match self.open.remove(&seq) {
-                Some(_) => {
-                    if let Err(error) = desk.engine.release(seq) {
-                        tracing::error!(%seq, %error, "blocks that were saved could not be freed");
-                    }
-                }
-                None => clear(desk.engine, seq),
-            },
+            Command::Saved(seq, changed) => self.saved(desk.engine, seq, changed),
         }
     }
 
@@ -188,18 +184,32 @@ impl Tiers {
         }
     }
 
-    fn loaded(&mut self, engine: &mut Engine, seq: SeqId, whole: bool, out: &mut Vec<Effect>) {
+    fn loaded(&mut self, engine: &mut Engine, seq: SeqId, digests: Option<&[Digest]>, out: &mut Vec<Effect>) {
         let here = match self.open.remove(&seq) {
             Some(Part::Load(_, here)) => here,
             Some(Part::Joined(tokens)) => {
-                return out.extend(whole.then_some(Effect::Loaded { tokens, streamed: true }));
+                return out.extend(digests.map(|_| Effect::Loaded { tokens, streamed: true }));
             }
             _ => return clear(engine, seq),
         };
-        match if whole { engine.fetched(seq).ok() } else { None } {
+        match digests.and_then(|digests| engine.fetched(seq, digests).ok()) {
             Some(tokens) => out.push(Effect::Loaded { tokens: tokens - here, streamed: false }),
             // The store's thread is done with the blocks.
             None => drop(engine.abort(seq, false)),
+        }
+    }
+
+    fn saved(&mut self, engine: &mut Engine, seq: SeqId, changed: Option<(usize, BlockId)>) {
+        match self.open.remove(&seq) {
+            Some(_) => {
+                if let Err(error) = engine.release(seq) {
+                    tracing::error!(%seq, %error, "blocks that were saved could not be freed");
+                }
+            }
+            None => clear(engine, seq),
+        }
+        if let Some((group, block)) = changed {
+            engine.spoilt(group, block);
         }
     }
 
@@ -212,7 +222,10 @@ impl Tiers {
         let Ok(seq) = desk.engine.serve(prefix.clone()) else { return };
         self.open.insert(seq, Part::Save);
         let blocks = blocks_from(desk.engine, seq, first);
-        out.push(Effect::Save(Box::new(Move { seq, prefix, first, blocks })));
+        let each = blocks.iter().enumerate().flat_map(|(group, list)| list.iter().map(move |block| (group, *block)));
+        let digest = |(group, block)| Some(Digest { group, block, of: desk.engine.digest(group, block)? });
+        let known = each.filter_map(digest).collect();
+        out.push(Effect::Save(Box::new(Move { seq, prefix, first, blocks, known })));
     }
 
     /// Handles an event of one of its sequences.
@@ -222,7 +235,7 @@ impl Tiers {
                 let Some(Part::Load(prefix, _)) = self.open.get(&seq) else { return };
                 let first = engine.lent_from(seq).unwrap_or(0);
                 let blocks = blocks_from(engine, seq, first);
-                out.push(Effect::Load(Box::new(Move { seq, prefix: prefix.clone(), first, blocks })));
+                out.push(Effect::Load(Box::new(Move { seq, prefix: prefix.clone(), first, blocks, known: vec![] })));
             }
             // Its deadline has passed: the store's thread is told, and says when it is done.
             Event::Failed { seq, .. } => {

@@ -50,7 +50,7 @@ fn waiting<C>(inbox: &VecDeque<Input<C>>, of_role: impl Fn(&C) -> Option<Said>) 
         Input::Exchange(exchange::Command::Cancel(seq)) => Some(Said::Cancelled(*seq)),
         Input::Exchange(exchange::Command::Ended { seq, .. }) => Some(Said::Ended(*seq)),
         Input::Exchange(exchange::Command::Received(event)) => over(event),
-        Input::Tiers(tiers::Command::Loaded(seq, _) | tiers::Command::Saved(seq)) => Some(Said::Stored(*seq)),
+        Input::Tiers(tiers::Command::Loaded(seq, _) | tiers::Command::Saved(seq, _)) => Some(Said::Stored(*seq)),
         _ => None,
     };
     inbox.iter().filter_map(said).collect()

@@ -146,7 +146,7 @@ impl World {
                 let state: FenceState = self.fence(here, epoch)?;
                 return Ok(Some(Command::FenceBegun { epoch, state }));
             }
-            Effect::Send { seq, pairs } => self.send_prefix(here, seq, pairs),
+            Effect::Send { seq, pairs, known } => self.send_prefix(here, seq, pairs, known),
             Effect::Abort(seq) => self.give_up_prefix(here, seq),
             Effect::Fetched { .. } | Effect::Served(_) | Effect::Failed { .. } => {}
         }

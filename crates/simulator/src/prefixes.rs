@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use baton_handoff::{Op, TransferError};
+use baton_handoff::{Known, Op, TransferError};
 use baton_types::{BlockId, SeqId};
 
 use crate::Violation;
@@ -48,13 +48,22 @@ impl World {
     }
 
     /// Has the thread write a prefix. From now on the handoff may read its blocks (I3).
-    pub(crate) fn send_prefix(&mut self, here: Process, seq: SeqId, pairs: Vec<Vec<(BlockId, u32)>>) {
+    pub(crate) fn send_prefix(
+        &mut self,
+        here: Process,
+        seq: SeqId,
+        pairs: Vec<Vec<(BlockId, u32)>>,
+        known: Vec<Known>,
+    ) {
         let patience = self.clock_now(here);
         let layers = self.geometry.layout.groups.iter().map(|group| group.layers.len());
         let groups = layers.enumerate().filter(|(group, _)| !pairs[*group].is_empty());
         let rest = groups.flat_map(|(group, layers)| (0..layers).map(move |layer| (group, layer))).collect();
         let sender = &mut self.senders[here];
         let Some(id) = sender.of(seq) else { return };
+        if let Some(handoff) = sender.handoffs.get(&id) {
+            handoff.writes.core().knows(known);
+        }
         for (group, pairs) in pairs.iter().enumerate() {
             pairs.iter().for_each(|(block, _)| sender.memory.keep(group, *block, id));
         }

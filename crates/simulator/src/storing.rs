@@ -175,7 +175,7 @@ impl World {
     fn copied<H: Host>(&mut self, place: Place, done: Done) -> Result<(), Violation> {
         let (process, mut written) = (H::process(place), Vec::new());
         let command = match done {
-            Done::Saved(seq) => Command::Saved(seq),
+            Done::Saved(seq) => Command::Saved(seq, None),
             Done::Loaded(what, whole) => {
                 written = each(&what.blocks).collect();
                 if whole {
@@ -193,7 +193,7 @@ impl World {
                         self.milestone("found-again", process);
                     }
                 }
-                Command::Loaded(what.seq, whole)
+                Command::Loaded(what.seq, whole.then(Vec::new))
             }
         };
         forget(&mut self.receivers[process].fetched, written.into_iter());

@@ -1,5 +1,6 @@
 //! What users of the store hold: a buffer to fill, a block to read, or a block that is on its way.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,6 +41,30 @@ impl Filling {
     /// # Panics
     /// When a part's bytes are not as many as the part has.
     pub fn copy_from<'a>(mut self, source: impl Fn(&Part) -> &'a [u8]) {
+        let digests = self.copy(source);
+        self.done(digests);
+    }
+
+    /// As [`Filling::copy_from`], of a block that was verified when it came. `known`: by layer group, what the digests of its parts add up to; of other
+    /// groups it is not known.
+    ///
+    /// # Errors
+    /// The layer group of which other bytes were copied. The block is not stored then.
+    pub fn copy_known<'a>(
+        mut self,
+        known: &BTreeMap<usize, u64>,
+        source: impl Fn(&Part) -> &'a [u8],
+    ) -> Result<(), usize> {
+        let digests = self.copy(source);
+        let sums = self.shared.shape.group_digests(self.groups, &digests);
+        let differs =
+            |(group, sum): (usize, u64)| known.get(&group).is_some_and(|known| *known != sum).then_some(group);
+        sums.into_iter().find_map(differs).map_or(Ok(()), Err)?;
+        self.done(digests);
+        Ok(())
+    }
+
+    fn copy<'a>(&mut self, source: impl Fn(&Part) -> &'a [u8]) -> Arc<[u64]> {
         let parts: Vec<Part> = self.shared.shape.parts(self.groups).collect();
         let data = self.data();
         let digests = parts.iter().map(|part| {
@@ -48,7 +73,7 @@ impl Filling {
         });
         let digests = digests.collect();
         order_copies();
-        self.done(digests);
+        digests
     }
 }
 

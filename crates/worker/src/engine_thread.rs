@@ -272,7 +272,7 @@ impl<S: Shell> Thread<S> {
                 let tiers = self.tiers.as_mut()?;
                 match command {
                     baton_roles::tiers::Command::Loaded(seq, _) => tiers.loaded(seq),
-                    baton_roles::tiers::Command::Saved(seq) => tiers.saved(seq),
+                    baton_roles::tiers::Command::Saved(seq, _) => tiers.saved(seq),
                     _ => {}
                 }
                 Some(Input::Tiers(command))

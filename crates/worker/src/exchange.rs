@@ -12,13 +12,16 @@ use baton_roles::Ticket;
 use baton_roles::exchange::{Answer, Command, Effect};
 use baton_roles::prefill::Target;
 use baton_runtime::metrics as names;
-use baton_transfer::{Handoff, TransferError, TransferStats, TransportKind, Wanted};
+use baton_transfer::{Handoff, Known, TransferError, TransferStats, TransportKind, Wanted};
 use baton_types::{BlockId, KvLayout, SeqId};
-use metrics::counter;
+use metrics::{counter, histogram};
 
 use crate::ends::KvEnds;
 use crate::engine_thread;
 use crate::{Accepted, Commands, Streams, WorkerError, count_failure};
+
+/// The tier that other workers and KV stores are, in metrics.
+const PEER: &str = "peer";
 
 /// Messages from the service and the thread that serves.
 pub(crate) enum Message<C> {
@@ -118,27 +121,43 @@ impl<C> ExchangeShell<C> {
                 return Some(Command::FenceBegun { epoch, state: self.ends.receiver.fence(epoch) });
             }
             Effect::Release(epoch) => self.ends.receiver.release(epoch),
-            Effect::Send { seq, pairs } => return self.send(seq, pairs),
+            Effect::Send { seq, pairs, known } => return self.send(seq, pairs, known),
             Effect::Abort(seq) => {
                 self.sent.get(&seq).into_iter().for_each(|given_up| given_up.store(true, Ordering::Relaxed));
             }
-            Effect::Fetched { transport, bytes, tokens } => {
+            Effect::Fetched { transport, bytes, tokens, seconds } => {
                 counter!(names::TRANSFER_RECEIVED_BYTES, "transport" => transport.as_str()).increment(bytes);
                 counter!(names::FETCHED_TOKENS).increment(tokens.into());
+                counter!(names::TIER_HIT_TOKENS, "tier" => PEER).increment(tokens.into());
+                counter!(names::TIER_READ_BYTES, "tier" => PEER).increment(bytes);
+                histogram!(names::TIER_LOAD_SECONDS, "tier" => PEER).record(seconds);
             }
             Effect::Served(stats) => {
                 let transport = stats.transport.as_str();
                 counter!(names::TRANSFER_BYTES, "transport" => transport).increment(stats.bytes);
                 counter!(names::TRANSFER_SLICES, "transport" => transport).increment(stats.slices);
             }
-            Effect::Failed { transport, error } => count_failure(transport, &error),
+            Effect::Failed { fetched, transport, error } => {
+                match error {
+                    TransferError::Changed { .. } => {
+                        tracing::warn!(%error, "a block is not what it was when it came here; it is not given away");
+                        counter!(names::TIER_VERIFY_FAILURES, "tier" => "pool").increment(1);
+                    }
+                    _ if fetched && error.is_corruption() => {
+                        counter!(names::TIER_VERIFY_FAILURES, "tier" => PEER).increment(1)
+                    }
+                    _ => {}
+                }
+                count_failure(transport, &error);
+            }
         }
         None
     }
 
     /// Has the thread write a prefix. If it is gone, that is the answer.
-    fn send(&mut self, seq: SeqId, pairs: Vec<Vec<(BlockId, u32)>>) -> Option<Command> {
+    fn send(&mut self, seq: SeqId, pairs: Vec<Vec<(BlockId, u32)>>, known: Vec<Known>) -> Option<Command> {
         let handoff = self.handoffs.remove(&seq)?;
+        handoff.knows(known);
         let (given_up, layers) = (Arc::new(AtomicBool::new(false)), Arc::clone(&self.layers));
         self.sent.insert(seq, Arc::clone(&given_up));
         self.jobs.send(Job { seq, handoff, pairs, layers, given_up }).err()?;

@@ -289,13 +289,13 @@ impl TiersShell {
                 let (seq, loading) = (what.seq, Arc::new(Loading::of(seconds, near)));
                 self.loading.insert(seq, Arc::clone(&loading));
                 let begun = self.loads[usize::from(!near)].load(Load { what, loading, asked: Instant::now() });
-                return (!begun).then_some(Command::Loaded(seq, false));
+                return (!begun).then_some(Command::Loaded(seq, None));
             }
             Effect::Save(what) => {
                 let seq = what.seq;
                 let kept = self.is_kept(&what.prefix).map(|_| what.prefix.clone());
                 if self.saves.send(what).is_err() {
-                    return Some(Command::Saved(seq));
+                    return Some(Command::Saved(seq, None));
                 }
                 self.keeping.extend(kept.map(|kept| (seq, kept)));
             }

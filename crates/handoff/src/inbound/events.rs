@@ -25,6 +25,8 @@ pub enum ReceiverEvent {
         seconds: f64,
         /// The transport that carried it.
         transport: TransportKind,
+        /// Per group and index: the digest it was verified with. Empty where nothing is digested.
+        digests: Vec<Vec<u64>>,
     },
     /// The reservation will never be verified. Its blocks stay lent until `Fenced` (I3), which always follows.
     Failed {

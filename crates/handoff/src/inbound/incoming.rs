@@ -99,6 +99,11 @@ impl Incoming {
         Ok(())
     }
 
+    /// Per group and index: the digest of what arrived. Empty where nothing is digested.
+    pub(crate) fn into_digests(self) -> Vec<Vec<u64>> {
+        if self.digest { self.sums } else { Vec::new() }
+    }
+
     /// Checks that there is one digest for each block.
     pub(crate) fn check_shape(&self, digests: &[Vec<u64>]) -> Result<(), Refusal> {
         let shape = |lists: &[Vec<u64>]| lists.iter().map(Vec::len).collect::<Vec<_>>();

@@ -371,7 +371,8 @@ impl Inbound {
         }
         let bytes = incoming.bytes(&self.geometry);
         let seconds = now.saturating_duration_since(incoming.began).as_secs_f64();
-        let event = ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport: self.kind };
+        let digests = incoming.into_digests();
+        let event = ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport: self.kind, digests };
         if ledger.verified(self.id, event) {
             self.answers.push_back(Frame::Verified { epoch });
         }

@@ -293,6 +293,10 @@ impl Outbound {
             return self.effects.push(Effect::Report(done, Err(error)));
         }
         active.complete(done, now);
+        // I2: what left is not what came here.
+        if let Some(error) = active.core.changed(&active.sums).filter(|_| self.pools.verify) {
+            return self.end(epoch, Input::Abort, error, now, line);
+        }
         let (writes, digests) = (active.writes, active.sums.clone());
         // The sender fills in `after`.
         self.say(Frame::Complete { epoch, after: Vec::new(), writes, digests, tail });

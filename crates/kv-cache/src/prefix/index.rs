@@ -56,6 +56,8 @@ pub(super) struct Node {
     /// Owners of the node's blocks, summed over all groups.
     pub(super) held: u32,
     pub(super) usage: BlockUsage,
+    /// Its KV is not what it was, or follows such KV: nobody may find it.
+    spoilt: bool,
 }
 
 /// The tree of indexed prefixes.
@@ -71,6 +73,8 @@ pub(crate) struct PrefixIndex {
     roots: BTreeMap<u64, Children>,
     /// The node of each block, by group.
     pub(super) by_block: Vec<Vec<Option<NodeId>>>,
+    /// Digests of blocks that came in verified, by group.
+    digests: BTreeMap<(usize, BlockId), u64>,
     /// Leaves whose blocks have no owner, in the order of eviction.
     pub(super) leaves: BTreeSet<(EvictionRank, NodeId)>,
     /// For each group with a window: nodes whose block of this group has no owner, in the order of eviction.
@@ -96,6 +100,7 @@ impl PrefixIndex {
             vacant: Vec::new(),
             roots: BTreeMap::new(),
             by_block: blocks.iter().map(|total| vec![None; *total as usize]).collect(),
+            digests: BTreeMap::new(),
             leaves: BTreeSet::new(),
             windowed: windows.iter().map(|windowed| windowed.then(BTreeSet::new)).collect(),
             expiring: BTreeSet::new(),
@@ -178,7 +183,8 @@ impl PrefixIndex {
             self.map(group, *block, Some(id));
         }
         self.note(name.map(Cached::Stored));
-        let node = Node { parent, tokens, name, blocks, children: Children::new(), held, usage: BlockUsage::default() };
+        let (children, usage) = (Children::new(), BlockUsage::default());
+        let node = Node { parent, tokens, name, blocks, children, held, usage, spoilt: false };
         self.nodes[id.0 as usize] = Some(node);
         Some(id)
     }
@@ -299,11 +305,45 @@ impl PrefixIndex {
         Some((block, empty.then_some(id)))
     }
 
-    /// The parent of a removed node, if it is now a leaf without any block.
-    pub fn hollow_parent(&self, parent: Parent) -> Option<NodeId> {
+    /// The parent of a removed node, if it is now a leaf that is of no use.
+    pub fn useless_parent(&self, parent: Parent) -> Option<NodeId> {
         let Parent::Node(id) = parent else { return None };
-        let node = self.node(id)?;
-        (node.children.is_empty() && node.blocks.iter().all(Option::is_none)).then_some(id)
+        self.is_useless(id).then_some(id)
+    }
+
+    /// Whether a node is a leaf without any block, or one that is spoilt and that nobody holds.
+    pub fn is_useless(&self, id: NodeId) -> bool {
+        let useless = |node: &Node| (node.spoilt && node.held == 0) || node.blocks.iter().all(Option::is_none);
+        self.node(id).is_some_and(|node| node.children.is_empty() && useless(node))
+    }
+
+    /// Whether nobody may find a node.
+    pub fn is_spoilt(&self, id: NodeId) -> bool {
+        self.node(id).is_some_and(|node| node.spoilt)
+    }
+
+    /// From now on nobody may find a node, nor what continues it. Returns those of them that are useless now.
+    pub fn spoil(&mut self, id: NodeId) -> Vec<NodeId> {
+        let (mut next, mut useless) = (vec![id], Vec::new());
+        while let Some(id) = next.pop() {
+            let Some(node) = self.node_mut(id) else { continue };
+            node.spoilt = true;
+            next.extend(node.children.values());
+            useless.extend(self.is_useless(id).then_some(id));
+        }
+        useless
+    }
+
+    /// Notes the digest of an indexed block. It is forgotten when the block leaves the index.
+    pub fn vouch(&mut self, group: usize, block: BlockId, digest: u64) {
+        if self.node_of(group, block).is_some() {
+            self.digests.insert((group, block), digest);
+        }
+    }
+
+    /// The digest that was noted of a block.
+    pub fn digest(&self, group: usize, block: BlockId) -> Option<u64> {
+        self.digests.get(&(group, block)).copied()
     }
 
     /// What precedes a node.
@@ -355,6 +395,9 @@ impl PrefixIndex {
     fn map(&mut self, group: usize, block: Option<BlockId>, to: Option<NodeId>) {
         if let Some(place) = block.and_then(|b| self.by_block.get_mut(group)?.get_mut(b.0 as usize)) {
             *place = to;
+        }
+        if let (Some(block), None) = (block, to) {
+            self.digests.remove(&(group, block));
         }
     }
 

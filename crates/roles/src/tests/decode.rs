@@ -38,7 +38,14 @@ fn fence(state: FenceState) -> In {
 
 fn verified(tail: Vec<u8>) -> In {
     let (epoch, transport) = (EPOCH, TransportKind::Tcp);
-    command(Command::Received(ReceiverEvent::Verified { epoch, tail, bytes: 9, seconds: 0.1, transport }))
+    command(Command::Received(ReceiverEvent::Verified {
+        epoch,
+        tail,
+        bytes: 9,
+        seconds: 0.1,
+        transport,
+        digests: vec![],
+    }))
 }
 
 fn failed(error: TransferError) -> In {

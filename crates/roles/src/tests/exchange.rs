@@ -1,7 +1,7 @@
 //! Prefixes that move between workers: what each end does at every input, and that no block is lost or reused too early.
 
 use baton_engine::{Exchange as Prefix, NewSequence, Start, Time};
-use baton_handoff::{FenceState, ReceiverEvent, TransferError, TransferStats, TransportKind};
+use baton_handoff::{FenceState, Known, ReceiverEvent, TransferError, TransferStats, TransportKind};
 use baton_types::{Epoch, ErrorKind, RequestId, SeqId, WorkerId};
 
 use super::rig::{BLOCK, LEASE, Rig, VOCAB, request};
@@ -61,7 +61,7 @@ fn wanted() -> Target {
 /// Begins to serve and returns the sequence.
 fn served(rig: &mut Rig<Decode>) -> SeqId {
     let effects = serve(rig, wanted());
-    let [Effect::Accepted { outcome: Ok(seq), .. }, Effect::Send { seq: sent, pairs }] = &effects[..] else {
+    let [Effect::Accepted { outcome: Ok(seq), .. }, Effect::Send { seq: sent, pairs, .. }] = &effects[..] else {
         panic!("{effects:?}")
     };
     assert_eq!(seq, sent);
@@ -81,7 +81,7 @@ fn lost() -> TransferError {
 
 fn verified(epoch: Epoch) -> Command {
     let (tail, transport) = (Vec::new(), TransportKind::Tcp);
-    Command::Received(ReceiverEvent::Verified { epoch, tail, bytes: 9, seconds: 0.1, transport })
+    Command::Received(ReceiverEvent::Verified { epoch, tail, bytes: 9, seconds: 0.1, transport, digests: vec![] })
 }
 
 #[test]
@@ -94,7 +94,7 @@ fn a_fetched_prefix_is_in_the_cache_and_owned_by_nobody() {
     assert_eq!(target, [Effect::Say(seq, Answer::Reserved(vec![1]))]);
     assert!(rig.core.exchange().knows(epoch));
     let done = give(&mut rig, verified(epoch));
-    let fetched = Effect::Fetched { transport: TransportKind::Tcp, bytes: 9, tokens: 2 * BLOCK };
+    let fetched = Effect::Fetched { transport: TransportKind::Tcp, bytes: 9, tokens: 2 * BLOCK, seconds: 0.1 };
     assert_eq!(done, [Effect::Release(epoch), fetched, Effect::Say(seq, Answer::Fetched(2 * BLOCK))]);
     assert_eq!((rig.blocks().as_str(), rig.core.exchange().streams()), ("0 used 0 lent 0 aside", 0));
     let again = fetch(&mut rig);
@@ -162,7 +162,7 @@ fn served_blocks_are_held_until_the_transfer_has_ended() {
                 assert_eq!(effects, [Effect::Served(*stats), Effect::Say(seq, Answer::Served(*stats))]);
             }
             Err(error) => {
-                assert_eq!(effects[0], Effect::Failed { transport: None, error: error.clone() });
+                assert_eq!(effects[0], Effect::Failed { fetched: false, transport: None, error: error.clone() });
                 assert!(matches!(&effects[1..], [Effect::Say(_, Answer::Failed(ErrorKind::PathLost, _))]));
             }
         }
@@ -214,4 +214,31 @@ fn a_worker_takes_part_in_few_exchanges_and_in_none_while_it_drains() {
     for refused in [serve(&mut rig, wanted()), fetch(&mut rig)] {
         assert!(matches!(&refused[..], [Effect::Accepted { outcome: Err(Refused::Draining), .. }]), "{refused:?}");
     }
+}
+
+/// I2: what came here is given away with the digests that it came with. If it has changed meanwhile, nobody finds it any more.
+#[test]
+fn what_came_is_served_by_the_digests_it_came_with() {
+    let mut rig = rig();
+    let Loan { epoch, blocks, .. } = lent(&mut rig);
+    let Command::Received(ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport, .. }) = verified(epoch)
+    else {
+        panic!("verified")
+    };
+    let digests = vec![vec![11, 12], vec![21]];
+    give(&mut rig, Command::Received(ReceiverEvent::Verified { epoch, tail, bytes, seconds, transport, digests }));
+    let effects = serve(&mut rig, Target { tokens: 2 * BLOCK, first: vec![1, 1] });
+    let [_, Effect::Send { seq, known, .. }] = &effects[..] else { panic!("{effects:?}") };
+    let place = |group: u32, index, block, digest| Known { group, index, block, digest };
+    assert_eq!(*known, [place(0, 0, blocks[0][1], 12), place(1, 0, blocks[1][0], 21)]);
+    let error = TransferError::Changed { group: 0, block: blocks[0][1], want: 12, got: 13 };
+    give(&mut rig, Command::Ended { seq: *seq, outcome: Err(error), transport: None });
+    assert!(rig.core.engine().idle());
+    let again = serve(&mut rig, wanted());
+    assert!(matches!(&again[..], [Effect::Accepted { outcome: Err(Refused::Engine(_)), .. }]), "{again:?}");
+    lent(&mut rig);
+    // What was computed here has none.
+    let mut rig = holder();
+    let effects = serve(&mut rig, wanted());
+    assert!(matches!(&effects[..], [_, Effect::Send { known, .. }] if known.is_empty()), "{effects:?}");
 }

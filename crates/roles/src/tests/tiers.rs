@@ -66,7 +66,7 @@ fn a_prompt_waits_for_what_is_loaded() {
     assert_eq!(rig.core.engine().steps(), 0);
     assert_eq!(load(&mut rig), None, "it is on its way");
     assert_eq!(
-        give(&mut rig, Command::Loaded(what.seq, true)),
+        give(&mut rig, Command::Loaded(what.seq, Some(vec![]))),
         [Effect::Loaded { tokens: 2 * BLOCK, streamed: false }]
     );
     finish(&mut rig);
@@ -90,7 +90,10 @@ fn a_prompt_does_not_wait_for_a_load_that_streams() {
         (Some(2 * BLOCK), true),
         "the store's thread has not said that it is done"
     );
-    assert_eq!(give(&mut rig, Command::Loaded(what.seq, true)), [Effect::Loaded { tokens: 2 * BLOCK, streamed: true }]);
+    assert_eq!(
+        give(&mut rig, Command::Loaded(what.seq, Some(vec![]))),
+        [Effect::Loaded { tokens: 2 * BLOCK, streamed: true }]
+    );
     finish(&mut rig);
     assert!(rig.core.engine().idle() && !rig.core.stores(what.seq));
     assert_eq!(rig.behind.len(), 1);
@@ -115,7 +118,7 @@ fn a_step_that_did_not_wait_for_a_damaged_load_fails() {
     assert!(rig.said.iter().any(failed), "{:?}", rig.said);
     let left = std::mem::take(&mut rig.tiered);
     assert!(left.iter().all(|effect| matches!(effect, Effect::Offer(left) if left.moves(BLOCK) == 0)), "{left:?}");
-    assert_eq!(give(&mut rig, Command::Loaded(what.seq, false)), []);
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, None)), []);
     assert!(rig.core.engine().idle());
     let (before, said) = (rig.core.engine().steps(), rig.said.len());
     prompt(&mut rig);
@@ -145,7 +148,7 @@ fn a_load_that_is_served_next_is_waited_for() {
         }
         rig.input(Input::Turn);
         assert!(rig.behind.is_empty());
-        give(&mut rig, Command::Loaded(what.seq, true));
+        give(&mut rig, Command::Loaded(what.seq, Some(vec![])));
         assert!(!rig.exchanged.is_empty(), "it is served");
     }
 }
@@ -156,7 +159,7 @@ fn a_prompt_whose_load_fails_is_computed() {
     let mut rig = rig();
     let what = load(&mut rig).unwrap();
     prompt(&mut rig);
-    assert_eq!(give(&mut rig, Command::Loaded(what.seq, false)), []);
+    assert_eq!(give(&mut rig, Command::Loaded(what.seq, None)), []);
     finish(&mut rig);
     assert_eq!(cached(&rig), Some(0));
     assert!(rig.core.engine().idle());
@@ -172,7 +175,7 @@ fn a_load_that_takes_too_long_is_waited_for_no_more() {
     finish(&mut rig);
     assert_eq!((cached(&rig), rig.blocks().as_str()), (Some(0), "0 used 0 lent 3 aside"));
     assert!(rig.tiered.contains(&Effect::Abort(what.seq)));
-    give(&mut rig, Command::Loaded(what.seq, true));
+    give(&mut rig, Command::Loaded(what.seq, Some(vec![])));
     assert!(rig.core.engine().idle(), "too late: what was written is of no use");
 }
 
@@ -189,7 +192,7 @@ fn what_an_answer_leaves_is_offered_and_held_while_it_is_saved() {
     let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
     assert_eq!((what.first, what.blocks[0].len()), (1, 1), "the store has the first block");
     assert!(!rig.core.engine().idle());
-    assert_eq!(give(&mut rig, Command::Saved(what.seq)), [], "what was saved is not offered again");
+    assert_eq!(give(&mut rig, Command::Saved(what.seq, None)), [], "what was saved is not offered again");
     assert!(rig.core.engine().idle());
 }
 
@@ -211,7 +214,7 @@ fn what_a_preempted_answer_leaves_is_offered_and_asked_for() {
     let saves = give(&mut rig, Command::Save(left.clone(), 0));
     let [Effect::Save(what)] = &saves[..] else { panic!("{saves:?}") };
     assert_eq!(what.blocks[0].len(), 3);
-    give(&mut rig, Command::Saved(what.seq));
+    give(&mut rig, Command::Saved(what.seq, None));
     let mut wanted = None;
     while wanted.is_none() {
         rig.input(Input::Turn);
@@ -229,7 +232,7 @@ fn what_a_preempted_answer_leaves_is_offered_and_asked_for() {
     rig.input(Input::Turn);
     assert_eq!((rig.core.engine().running(), rig.core.engine().waiting()), (0, 1), "it waits for its load");
     // The store says that it lost it: it is computed.
-    give(&mut rig, Command::Loaded(what.seq, false));
+    give(&mut rig, Command::Loaded(what.seq, None));
     finish(&mut rig);
     let tokens =
         rig.said.iter().filter(|said| matches!(said, decode::Effect::Say(_, decode::Answer::Token(_)))).count();
@@ -298,7 +301,7 @@ fn what_has_no_room_is_warmed_and_asked_for_again() {
     assert_eq!(give(&mut rig, Command::Load { prefix: prefix(), seconds: 0.1 }), [Effect::Warm(prefix(), 0)]);
     prompt(&mut rig);
     // One of the others has ended meanwhile.
-    give(&mut rig, Command::Loaded(loads[0], false));
+    give(&mut rig, Command::Loaded(loads[0], None));
     rig.input(Input::Turn);
     let effects = std::mem::take(&mut rig.tiered);
     let [Effect::Returns(wanted)] = &effects[..] else { panic!("{effects:?}") };
@@ -306,7 +309,7 @@ fn what_has_no_room_is_warmed_and_asked_for_again() {
     let what = load(&mut rig).unwrap();
     rig.input(Input::Turn);
     assert_eq!(rig.core.engine().steps(), 0, "it waits for it");
-    give(&mut rig, Command::Loaded(what.seq, true));
+    give(&mut rig, Command::Loaded(what.seq, Some(vec![])));
     finish(&mut rig);
     assert_eq!(cached(&rig), Some(2 * BLOCK));
 }
@@ -323,7 +326,7 @@ fn a_save_that_takes_too_long_keeps_its_blocks_aside() {
     rig.now = Time(0).after_ms(20_000);
     rig.input(Input::Turn);
     assert!(!rig.core.engine().idle());
-    give(&mut rig, Command::Saved(what.seq));
+    give(&mut rig, Command::Saved(what.seq, None));
     assert!(rig.core.engine().idle());
 }
 
@@ -360,7 +363,7 @@ fn a_prefix_is_served_once_it_is_loaded() {
         let mut rig = rig();
         let what = load(&mut rig).unwrap();
         assert_eq!(serve(&mut rig), [], "it waits");
-        give(&mut rig, Command::Loaded(what.seq, whole));
+        give(&mut rig, Command::Loaded(what.seq, whole.then(Vec::new)));
         let said = std::mem::take(&mut rig.exchanged);
         assert_eq!((outcome(&said), said.len()), (whole, 1 + usize::from(whole)), "{said:?}");
     }

@@ -94,7 +94,7 @@ mod tests {
         let (request_id, prefix, deadline) = (RequestId("r".into()), Default::default(), Time(0));
         let prefix = Prefix { request_id, tokens: (0..13).collect(), prefix, deadline };
         let blocks = vec![vec![BlockId(3), BlockId(0)], vec![HOLE, BlockId(5)]];
-        let moved = Move { seq: SeqId(1), prefix, first: 1, blocks };
+        let moved = Move { seq: SeqId(1), prefix, first: 1, blocks, known: vec![] };
         let names: Vec<BlockName> = baton_engine::NameChain::default().chain(&moved.prefix.tokens, 4).collect();
         let copies: Vec<_> = moved.copies(4).into_iter().map(|copy| (copy.parent, copy.name, copy.groups)).collect();
         assert_eq!(copies, [(names[0], names[1], 0b01), (names[1], names[2], 0b11)]);

@@ -119,15 +119,15 @@ metrics! {
         STREAMED_TOKENS: counter "baton_kv_streamed_tokens_total" by "" of "workers",
             "those of them that were copied from host memory while their prompt was computed, or was to be";
         TIER_LOAD_SECONDS: histogram "baton_kv_tier_load_seconds" by "`tier`" of "workers",
-            "how long prefixes that came whole took to load and verify, from when the worker asked; by the lowest tier that any of it came from";
+            "how long prefixes that came whole took to load and verify, from when the worker asked; by the lowest tier that any of it came from, where `peer` is other workers and KV stores";
         TIER_BLOCKS: gauge "baton_kv_tier_blocks" by "`tier` (host, disk, object)" of "workers",
             "blocks in the worker's KV store";
         TIER_HIT_TOKENS: counter "baton_kv_tier_hit_tokens_total" by "`tier`" of "workers",
-            "tokens of blocks that the store handed out";
+            "tokens of blocks that the store handed out, and of prefixes that came from peers";
         TIER_READ_BYTES: counter "baton_kv_tier_read_bytes_total" by "`tier`" of "workers",
-            "KV that the store handed out";
+            "KV that the store handed out, and that came from peers";
         TIER_VERIFY_FAILURES: counter "baton_kv_tier_verify_failures_total" by "`tier`" of "workers",
-            "stored blocks that were not as they were stored; they are computed";
+            "stored blocks that were not as they were stored, and prefixes that were not as a peer sent them; they are computed. Of `pool`: blocks that came from elsewhere and changed in this pool";
         TIER_WRITTEN_BYTES: counter "baton_kv_tier_written_bytes_total" by "`tier`" of "workers",
             "bytes written to the store's disk, and uploaded to its object store";
         TIER_MOVED_BYTES: counter "baton_kv_tier_moved_bytes_total" by "" of "workers",

@@ -3,17 +3,20 @@
 //! A load verifies each layer of each block while it is copied, and of what went to a device what came to be there (I2). Whatever comes of it,
 //! nothing writes to the blocks any more once it is over (I3).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use baton_engine::Digest;
 use baton_kv_store::{BlockKey, BlockName, Decline, Miss, Part, Tier};
 use baton_roles::tiers::{Copied, Move, is_hole};
-use baton_store::{Got, KvStore, Pending, Reading};
+use baton_runtime::metrics as names;
+use baton_store::{Filling, Got, KvStore, Pending, Reading};
 use baton_transfer::{DEVICE_JOBS, DeviceError};
 use baton_types::{BlockId, PoolGeometry};
+use metrics::counter;
 
 use super::courtesy::Courtesy;
 use super::layered::{Layered, Turn};
@@ -46,6 +49,8 @@ pub(super) struct Copier {
     pub garbled: Arc<AtomicU64>,
     /// When it gives way.
     pub courtesy: Courtesy,
+    /// What the blocks of the load under way are verified with.
+    pub digests: Vec<Digest>,
 }
 
 impl Copier {
@@ -64,6 +69,7 @@ impl Copier {
             return None;
         }
         let (mut written, begun) = (Vec::new(), Instant::now());
+        self.digests.clear();
         self.courtesy.load(loading.seconds);
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
         let bytes = keys.len() * self.store.shape().data_bytes();
@@ -154,6 +160,9 @@ impl Copier {
                 return None;
             };
             lowest = lowest.max(reading.tier());
+            let (of, groups) = (&reading.block().digests, reading.block().key.groups);
+            let sums = self.store.shape().group_digests(groups, of).into_iter();
+            self.digests.extend(sums.map(|(group, of)| Digest { group, block: blocks[group], of }));
             if !each(self, reading, blocks, begun) {
                 return None;
             }
@@ -294,55 +303,85 @@ impl Copier {
         queue.write(&ranges).map_or_else(|error| cannot(&error), |()| true)
     }
 
-    /// Copies blocks out of the pool, as far as the store takes them.
-    pub fn save(&mut self, what: &Move) {
+    /// Copies blocks out of the pool, as far as the store takes them. Returns the first that is not what it was when it came (I2), with its layer group:
+    /// neither that nor what continues it is stored.
+    pub fn save(&mut self, what: &Move) -> Option<(usize, BlockId)> {
         self.courtesy.save();
         let keys: Vec<_> = self.keys(what).into_iter().filter(|(key, _)| key.groups != 0).collect();
-        match catch_unwind(AssertUnwindSafe(|| self.save_all(keys))) {
-            Ok(Ok(())) => return,
+        match catch_unwind(AssertUnwindSafe(|| self.save_all(keys, &what.known))) {
+            Ok(Ok(None)) => return None,
+            Ok(Ok(Some((group, block)))) => {
+                tracing::warn!(%block, group, "a block is not what it was when it came here; it is not stored");
+                counter!(names::TIER_VERIFY_FAILURES, "tier" => "pool").increment(1);
+                return Some((group, block));
+            }
             Ok(Err(error)) => tracing::warn!(%error, "blocks could not be copied from the device; they are not stored"),
             // Its hook has said so.
             Err(_) => {}
         }
         self.memory.give_up();
+        None
     }
 
-    fn save_all(&mut self, keys: Vec<(BlockKey, Vec<BlockId>)>) -> Result<(), DeviceError> {
+    fn save_all(
+        &mut self,
+        keys: Vec<(BlockKey, Vec<BlockId>)>,
+        known: &[Digest],
+    ) -> Result<Option<(usize, BlockId)>, DeviceError> {
+        let known: BTreeMap<_, _> = known.iter().map(|known| ((known.group, known.block), known.of)).collect();
+        let known = |blocks: &[BlockId]| -> BTreeMap<usize, u64> {
+            let of = |(group, block): (usize, &BlockId)| Some((group, *known.get(&(group, *block))?));
+            blocks.iter().enumerate().filter_map(of).collect()
+        };
         let geometry = &self.geometry;
         let at = |part: &Part, blocks: &[BlockId]| geometry.block_range(part.group, part.layer, blocks[part.group]);
         let device = match &mut self.memory {
             Memory::Host(segment) => {
                 for (filling, _, blocks) in taken(keys, |key| self.store.put(key)) {
-                    filling.copy_from(|part| {
+                    let copied = filling.copy_known(&known(&blocks), |part| {
                         let range = at(part, &blocks);
                         assert!(range.end <= segment.len(), "a block outside the pool");
                         // SAFETY: the range lies in the segment, and the block is in the prefix cache and held by this save, so that nobody
                         // writes to it.
                         unsafe { std::slice::from_raw_parts(segment.as_ptr().add(range.start), range.len()) }
                     });
+                    if let Err(group) = copied {
+                        return Ok(Some((group, blocks[group])));
+                    }
                     self.courtesy.copied(self.store.shape().data_bytes());
                 }
-                return Ok(());
+                return Ok(None);
             }
             Memory::Device(device) => device,
         };
-        let (after, mut reads) = (device.memory.mark(), VecDeque::new());
+        let (after, mut changed) = (device.memory.mark(), None);
+        let mut reads = VecDeque::<(Filling, Vec<BlockId>)>::new();
         let queue = device.queue()?;
         for (filling, groups, blocks) in taken(keys, |key| self.store.put(key)) {
             if reads.len() >= DEVICE_JOBS
-                && let Some(filling) = reads.pop_front()
+                && let Some((filling, blocks)) = reads.pop_front()
+                && let Err(group) = fill(filling, &known(&blocks), &read(queue)?)
             {
-                fill(filling, &read(queue)?);
+                changed = changed.or(Some((group, blocks[group])));
+            }
+            if changed.is_some() {
+                break;
             }
             let ranges = self.store.shape().parts(groups).map(|part| at(&part, &blocks));
             let ranges: Vec<_> = ranges.map(|range| (range.start, range.len())).collect();
             queue.read(after, &ranges)?;
-            reads.push_back(filling);
+            reads.push_back((filling, blocks));
         }
-        for filling in reads {
-            fill(filling, &read(queue)?);
+        // What continues a block that has changed is not stored. It is read all the same: it is on its way.
+        for (filling, blocks) in reads {
+            let staged = read(queue)?;
+            if changed.is_none()
+                && let Err(group) = fill(filling, &known(&blocks), &staged)
+            {
+                changed = Some((group, blocks[group]));
+            }
         }
-        Ok(())
+        Ok(changed)
     }
 }
 

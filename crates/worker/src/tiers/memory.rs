@@ -1,6 +1,7 @@
 //! A pool's memory, as a thread reaches it that copies blocks: by its address, or by a queue of its device.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -92,12 +93,12 @@ pub(crate) fn read(queue: &mut dyn DeviceQueue) -> Result<Staged, DeviceError> {
     }
 }
 
-/// Gives the store a block whose parts follow each other.
-pub(crate) fn fill(filling: Filling, staged: &Staged) {
+/// Gives the store a block whose parts follow each other. `known`, and the error: see [`Filling::copy_known`].
+pub(crate) fn fill(filling: Filling, known: &BTreeMap<usize, u64>, staged: &Staged) -> Result<(), usize> {
     let rest = Cell::new(staged.bytes());
-    filling.copy_from(|part| {
+    filling.copy_known(known, |part| {
         let (own, others) = rest.get().split_at(part.range.len());
         rest.set(others);
         own
-    });
+    })
 }

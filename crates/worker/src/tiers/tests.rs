@@ -63,6 +63,7 @@ fn pair(first: u8, store: &Arc<KvStore>, pool: impl Fn(&Arc<Segment>) -> Pool) -
             layered: Arc::default(),
             garbled: Arc::default(),
             courtesy: Courtesy::default(),
+            digests: Vec::new(),
         },
         segment,
     }
@@ -77,7 +78,7 @@ fn store() -> Arc<KvStore> {
 fn what(blocks: [[BlockId; 2]; 2]) -> Move {
     let (request_id, prefix, deadline) = (RequestId("r".into()), Default::default(), Time(0));
     let prefix = Prefix { request_id, tokens: (0..13).collect(), prefix, deadline };
-    Move { seq: SeqId(1), prefix, first: 1, blocks: blocks.map(|list| list.to_vec()).to_vec() }
+    Move { seq: SeqId(1), prefix, first: 1, blocks: blocks.map(|list| list.to_vec()).to_vec(), known: vec![] }
 }
 
 fn load(to: &mut Pair, what: &Move) -> bool {
@@ -119,6 +120,33 @@ fn what_is_saved_from_one_pool_is_loaded_into_another() {
         let mut other = what([[BlockId(6), BlockId(2)], [HOLE, BlockId(4)]]);
         other.prefix.tokens[1] = 77;
         assert!(!load(&mut to, &other), "another prompt");
+    }
+}
+
+/// I2: what a load was verified with is what a save of the same blocks is compared with; a bit that has flipped since is not stored as right.
+#[test]
+fn what_has_changed_in_a_pool_since_it_came_is_not_saved() {
+    for pool in [copier as fn(_, &_) -> _, on_device] {
+        let (first, second) = (store(), store());
+        let (mut from, mut to) = (copier(1, &first), pool(99, &first));
+        let blocks = what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+        from.copier.save(&blocks);
+        assert!(load(&mut to, &blocks));
+        let known = std::mem::take(&mut to.copier.digests);
+        assert_eq!(known.len(), 4, "{known:?}");
+        let held = |store: &KvStore| store.blocks(Tier::Host);
+        to.copier.store = Arc::clone(&second);
+        let saved = Move { known, ..blocks };
+        // A bit of the second block of the second group.
+        let at = to.copier.geometry.block_range(1, 0, BlockId(5)).start + 7;
+        // SAFETY: nobody else writes to the segment.
+        let flip = || unsafe { to.segment.write(at, &[to.segment.read(at, 1)[0] ^ 1]) };
+        flip();
+        assert_eq!(to.copier.save(&saved), Some((1, BlockId(5))));
+        assert!(second.settled(Duration::from_secs(60)) && held(&second) == 1, "{} blocks", held(&second));
+        flip();
+        assert_eq!(to.copier.save(&saved), None);
+        assert!(second.settled(Duration::from_secs(60)) && held(&second) == 2, "{} blocks", held(&second));
     }
 }
 
@@ -367,7 +395,7 @@ fn what_is_kept_is_not_evicted_before_its_time_is_over() {
     };
     let (what, names) = prompt(1000);
     let mut others = (1..100).map(|other| prompt(other * 2000).0);
-    let mut come = |pool: &mut Pair, count| others.by_ref().take(count).for_each(|other| pool.copier.save(&other));
+    let mut come = |pool: &mut Pair, count| others.by_ref().take(count).all(|other| pool.copier.save(&other).is_none());
     for (most, stays) in [(1, 0), (2, 2)] {
         let mut pins = Pins::new(most);
         pool.copier.save(&what);

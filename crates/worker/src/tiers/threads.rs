@@ -60,6 +60,7 @@ impl Parts<'_> {
             layered: Arc::clone(layered),
             garbled: Arc::clone(self.garbled),
             courtesy: Courtesy::default(),
+            digests: Vec::new(),
         })
     }
 }
@@ -106,8 +107,9 @@ fn lane<C: Send + 'static>(
             let next = || to_load.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
             while let Some(load) = next() {
                 let (seq, whole) = (load.what.seq, load_one(&mut loader, load, &tell, &paces));
+                let digests = whole.then(|| std::mem::take(&mut loader.digests));
                 // If the engine is gone, there are no blocks to free.
-                let _ = tell.post(Message::Tiers(Command::Loaded(seq, whole)));
+                let _ = tell.post(Message::Tiers(Command::Loaded(seq, digests)));
             }
         };
         std::thread::Builder::new().name(format!("kv-{name}-{number}")).spawn(run)?;
@@ -136,8 +138,8 @@ pub(super) fn start_saves<C: Send + 'static>(
     let mut saver = parts.copier(&Arc::default())?;
     std::thread::Builder::new().name("kv-save".to_owned()).spawn(move || {
         for what in to_save {
-            let _ = catch_unwind(AssertUnwindSafe(|| saver.save(&what)));
-            let _ = commands.post(Message::Tiers(Command::Saved(what.seq)));
+            let changed = catch_unwind(AssertUnwindSafe(|| saver.save(&what))).unwrap_or(None);
+            let _ = commands.post(Message::Tiers(Command::Saved(what.seq, changed)));
         }
     })?;
     Ok(saves)

@@ -39,7 +39,7 @@ fn below(store: &KvStore, prefix: &Prefix, here: u32, groups: usize) -> Vec<Bloc
     let size = store.shape().block_size();
     let count = (prefix.moves(size) / size) as usize;
     let blocks = vec![vec![BlockId(0); count]; groups];
-    let all = Move { seq: SeqId(0), prefix: prefix.clone(), first: 0, blocks }.copies(size);
+    let all = Move { seq: SeqId(0), prefix: prefix.clone(), first: 0, blocks, known: vec![] }.copies(size);
     let names: Vec<_> = all.iter().map(|block| block.name).collect();
     let held = store.held_groups(&names);
     let missing = all.into_iter().zip(held).skip((here / size) as usize).filter(|(_, (tier, _))| *tier != Tier::Host);

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use baton_types::WorkerId;
 
-use super::super::core::Core;
+use super::super::core::{Core, Known};
 use super::*;
 use crate::testing;
 
@@ -153,4 +153,30 @@ fn what_the_peer_takes_to_verify_is_counted_from_the_completion() {
     report(&mut outbound);
     let stats = told.recv().unwrap().unwrap();
     assert_eq!((stats.seconds, stats.verify_seconds), (3.0, 1.0));
+}
+
+/// I2: other bytes left than came here. The peer is told that it is over, and nothing that it could verify.
+#[test]
+fn what_has_changed_since_it_came_is_not_completed() {
+    for (digest, fails) in [(0, false), (5, true)] {
+        let (now, (mut outbound, mut line)) = (Instant::now(), session());
+        let handoff = core(7, now);
+        handoff.knows(vec![Known { group: 0, index: 0, block: BlockId(3), digest }]);
+        line.begin(handoff).unwrap();
+        begins(&mut outbound, &mut line, now);
+        outbound.frame(granted(7), TransportKind::Shm, now, &mut line).unwrap();
+        // Nothing was written, so that the digests add up to nothing.
+        let told = complete(&mut outbound, &mut line, now);
+        let effects = outbound.take_effects();
+        let says = |said: fn(&Frame) -> bool| effects.iter().any(|e| matches!(e, Effect::Send(frame) if said(frame)));
+        assert_eq!(says(|frame| matches!(frame, Frame::Complete { .. })), !fails);
+        assert_eq!(says(|frame| matches!(frame, Frame::Abort { .. })), fails);
+        for effect in effects {
+            if let Effect::Report(done, outcome) = effect {
+                done.report(outcome);
+            }
+        }
+        let changed = TransferError::Changed { group: 0, block: BlockId(3), want: 5, got: 0 };
+        assert_eq!(told.try_recv().ok(), fails.then_some(Err(changed)));
+    }
 }
