@@ -3,6 +3,7 @@
 
 mod certificates;
 pub mod client;
+pub mod fault;
 pub mod http;
 pub mod models;
 mod options;

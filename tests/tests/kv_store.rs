@@ -4,13 +4,14 @@
 
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::binary;
 use baton_tests::cluster::client::{Answer, prompt, sampled};
+use baton_tests::cluster::pool::Pool;
 use baton_tests::cluster::{Cluster, ClusterOptions, Worker, models, signal_pid, wait};
 use rustix::process::Signal;
 
@@ -116,6 +117,80 @@ fn a_store_that_is_lost_costs_a_recompute_and_no_request() -> anyhow::Result<()>
         std::thread::sleep(Duration::from_secs(2));
         cluster.workers_of(Role::KvStore).iter().any(kept).then_some(())
     })?;
+    cluster.wait_idle_workers(3)?;
+    cluster.stop()
+}
+
+/// I5: a store is killed after it has given some of a prefix: the rest is not waited for, and what came is not used.
+#[test]
+fn a_store_that_dies_while_it_is_read_costs_a_bounded_time() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(ClusterOptions { transport: "tcp", ..with_store(model.path()) })?;
+    let (mut halves, mut failed) = (0, 0.0);
+    for which in 1..=5 {
+        let begun = Instant::now();
+        let (want, _) = ask(&cluster, which)?;
+        let alone = begun.elapsed();
+        let store = wait_kept(&cluster, BLOCKS)?;
+        lose_workers(&cluster)?;
+        wait_indexed(&cluster, "pools", BLOCKS)?;
+        let workers = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| cluster.workers_of(role));
+        let pools = workers.map(|worker| Pool::of(&worker)).collect::<anyhow::Result<Vec<_>>>()?;
+        let written = || pools.iter().map(Pool::written).sum::<anyhow::Result<u64>>();
+        let before = written()?;
+        let client = cluster.client()?;
+        let begun = Instant::now();
+        let asked = cluster.spawn(async move { client.ask(request(which)).await });
+        // It runs for an instant at a time, until the first of it has come.
+        while written()? == before && !asked.is_finished() {
+            cluster.signal(store.pid, Signal::CONT)?;
+            std::thread::sleep(Duration::from_micros(200));
+            cluster.signal(store.pid, Signal::STOP)?;
+        }
+        cluster.signal(store.pid, Signal::KILL)?;
+        let (got, cached) = said(cluster.block_on(asked)??)?;
+        let took = begun.elapsed();
+        ensure!(got == want, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+        // Computing it, and a bound.
+        ensure!(took < 2 * alone + Duration::from_secs(2), "{took:?}; computing takes {alone:?}");
+        let now = cluster.router_metrics()?.sum("baton_kv_fetches_total", "outcome=\"failed\"");
+        // Unless all of it had come.
+        ensure!(cached == 0 || fetched(&cluster)? > 0.0, "half a prefix was taken for a whole one");
+        halves += usize::from(cached == 0 && now > failed);
+        failed = now;
+        cluster.wait_for_worker(Role::KvStore, |new| new.member.id != store.member.id)?;
+        cluster.wait_idle_workers(3)?;
+        if halves == 2 {
+            break;
+        }
+    }
+    ensure!(halves > 0, "no store was killed in the middle of a read");
+    cluster.stop()
+}
+
+/// I2: a byte that has changed in a store's pool is found by the store, before anybody uses it. It is counted, its prompt is computed, and the store takes
+/// it in anew.
+#[test]
+fn what_changes_in_the_memory_of_a_store_is_computed_again() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(with_store(model.path()))?;
+    let (want, _) = ask(&cluster, 1)?;
+    let store = wait_kept(&cluster, BLOCKS)?;
+    let pool = Pool::of(&store)?;
+    pool.flip(pool.used()?)?;
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    let (got, cached) = ask(&cluster, 1)?;
+    ensure!(got == want && cached == 0, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+    let found = store.metrics()?.sum("baton_kv_tier_verify_failures_total", "tier=\"pool\"");
+    ensure!(found == 1.0, "{found} changed blocks were found");
+    ensure!(fetched(&cluster)? == 0.0, "it was taken");
+    let whole = |store: &Worker| store.blocks().cached >= BLOCKS && store.idle();
+    cluster.wait_for_worker(Role::KvStore, whole).context("it is not taken in again")?;
+    lose_workers(&cluster)?;
+    wait_indexed(&cluster, "pools", BLOCKS)?;
+    let (got, cached) = ask(&cluster, 1)?;
+    ensure!(got == want && cached >= 16 * BLOCKS - 16, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
     cluster.wait_idle_workers(3)?;
     cluster.stop()
 }

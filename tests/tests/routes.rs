@@ -4,6 +4,9 @@
 //!
 //! Logits are compared whole, by the digest that comes with each token; log probabilities beside it say what differs.
 
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
 use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_model_files::{Model, fetch};
@@ -24,14 +27,15 @@ struct Request {
     params: SamplingParams,
 }
 
-/// Random requests: greedy and sampled, with penalties, some under a constraint, some with their prompts scored, prompts of 1 to `longest` tokens.
-fn requests(count: usize, longest: u64, model: &Model, seed: u64) -> Vec<Request> {
+/// Random requests: greedy and sampled, with penalties, some under a constraint, some with their prompts scored, prompts of so many tokens.
+fn requests(count: usize, lengths: RangeInclusive<u64>, model: &Model, seed: u64) -> Vec<Request> {
     let vocab = u64::from(model.config().vocab_size);
     let mut random = tiny::random_u64(seed, "routes");
     let mut next = |n: u64| random.next().unwrap_or_default() % n;
     (0..count)
         .map(|i| {
-            let prompt = (0..1 + next(longest)).map(|_| next(vocab) as u32).collect();
+            let length = lengths.start() + next(lengths.end() + 1 - lengths.start());
+            let prompt = (0..length).map(|_| next(vocab) as u32).collect();
             let params = SamplingParams {
                 temperature: if i % 2 == 0 { 0.0 } else { 0.8 },
                 top_p: if i % 4 == 1 { 0.9 } else { 1.0 },
@@ -112,6 +116,16 @@ fn through(cluster: &Cluster, requests: &[Request], together: bool, salt: &str) 
     })
 }
 
+/// KV stores of a cluster.
+fn stores(options: &ClusterOptions) -> usize {
+    let count = options.args.iter().skip_while(|arg| *arg != "--kv-stores").nth(1);
+    count.and_then(|count| count.parse().ok()).unwrap_or(0)
+}
+
+fn wait_idle(cluster: &Cluster, options: &ClusterOptions) -> anyhow::Result<()> {
+    cluster.wait_idle_workers(if options.aggregated { 1 } else { 2 } + stores(options))
+}
+
 fn compare(
     name: &str,
     spec: &str,
@@ -126,8 +140,16 @@ fn compare(
     }
     for (route, options) in routes {
         let cluster = Cluster::start(ClusterOptions { model: spec.to_owned(), ..options.clone() })?;
-        let passes = [("alone", false, "a"), ("at once", true, "b"), ("at once, all of it cached", true, "b")];
+        let mut passes = vec![("alone", false, "a"), ("at once", true, "b"), ("at once, all of it cached", true, "b")];
+        if stores(options) > 0 {
+            // A prefix is fetched where there is room for it.
+            passes.push(("alone, all of it in the store", false, "a"));
+        }
         for (pass, (how, together, salt)) in (1..).zip(passes) {
+            if pass > 3 {
+                // For ten seconds a router takes what it has sent to a worker for held there.
+                std::thread::sleep(Duration::from_secs(11));
+            }
             let got = through(&cluster, requests, together, salt)?;
             for (i, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
                 ensure!(got == wanted, "{name} {route} {how}: request {i} differs:\n{got:?}\n{wanted:?}");
@@ -136,7 +158,7 @@ fn compare(
                 continue;
             }
             // Every single one went this way, none was prefilled on the decode worker instead, but for what that has already.
-            cluster.wait_idle()?;
+            wait_idle(&cluster, options)?;
             let prefill = cluster.workers_of(Role::Prefill).pop().context("a prefill worker")?;
             let label = format!("transport=\"{}\"", options.transport);
             let handoffs = prefill.metrics()?.sum("baton_transfer_seconds_count", &label) as usize;
@@ -146,7 +168,15 @@ fn compare(
             let found = format!("{handoffs} handoffs with {label}, at least {least} and at most {most} are due");
             ensure!((least..=most).contains(&handoffs), "{name} {route} {how}: {found}");
         }
-        cluster.wait_idle()?;
+        wait_idle(&cluster, options)?;
+        if stores(options) > 0 {
+            let fetched = cluster.router_metrics()?.sum("baton_kv_fetches_total", "outcome=\"fetched\"");
+            let kept = cluster.router_metrics()?.sum("baton_kv_keeps_total", "");
+            ensure!(
+                fetched > 0.0,
+                "{name} {route}: nothing was fetched from the KV store, of {kept} pieces that it was given"
+            );
+        }
         if options.args.iter().any(|arg| arg == "--kv-host") {
             let loaded = |worker: &Worker| Ok(worker.metrics()?.sum("baton_kv_loaded_tokens_total", ""));
             let loaded = cluster.workers().iter().map(loaded).sum::<anyhow::Result<f64>>()?;
@@ -197,13 +227,18 @@ fn tiers(mut options: ClusterOptions, below: Option<(&str, String)>) -> ClusterO
     options
 }
 
-/// A real model over `routes`: `count` prompts of up to `longest` tokens.
-fn real(count: usize, longest: u64, routes: &[(&str, ClusterOptions)]) -> anyhow::Result<()> {
+/// A real model over `routes`, its KV of this type: `count` prompts of so many tokens.
+fn real(
+    count: usize,
+    lengths: RangeInclusive<u64>,
+    kv: KvDtype,
+    routes: &[(&str, ClusterOptions)],
+) -> anyhow::Result<()> {
     let path = fetch::resolve("smollm2", &fetch::default_cache()?, &fetch::NoProgress)?;
     let model = Model::open(&path)?;
     let spec = path.to_str().context("a path in UTF-8")?;
-    let mut local = Local::new(&model, Options::default())?;
-    compare("smollm2", spec, &mut local, &requests(count, longest, &model, 1), routes)
+    let mut local = Local::new(&model, Options { kv, ..Options::default() })?;
+    compare("smollm2", spec, &mut local, &requests(count, lengths, &model, 1), routes)
 }
 
 #[test]
@@ -228,10 +263,34 @@ fn a_real_model_answers_alike_over_every_route() -> anyhow::Result<()> {
         ("split over tcp, chunks of 512, reserved late, packed weights found", kept(late(route("tcp", 512, false)))),
         ("aggregated, weights packed for itself", unkept(route("auto", 512, true))),
     ];
-    real(14, 120, &routes)?;
+    real(14, 1..=120, KvDtype::F16, &routes)?;
     let files: Vec<_> = std::fs::read_dir(cache.path().join("packed"))?.flatten().map(|entry| entry.path()).collect();
     ensure!(files.len() == 1 && files[0].extension().is_some_and(|end| end == "packed"), "kept: {files:?}");
     Ok(())
+}
+
+/// Some prompts are long enough to be fetched from another process, and pools are too small for all of them. Prompts differ in length, so that workers learn
+/// what a token takes.
+#[test]
+fn a_real_model_answers_alike_from_what_is_kept_elsewhere() -> anyhow::Result<()> {
+    let small = |mut options: ClusterOptions, memory: &str, more: &[&str]| {
+        options.args.extend(["--kv-memory", memory].iter().chain(more).map(|arg| (*arg).to_owned()));
+        options
+    };
+    let store = ["--kv-stores", "1", "--kv-store-memory", "128MiB"];
+    let routes = [
+        ("aggregated, from a KV store over shm", small(route("shm", 512, true), "16MiB", &store)),
+        ("split over tcp, from a KV store", small(route("tcp", 512, false), "16MiB", &store)),
+        ("split over shm, from host memory", small(route("shm", 512, false), "16MiB", &["--kv-host", "256MiB"])),
+    ];
+    real(6, 40..=400, KvDtype::F16, &routes)?;
+    let disk = tempfile::tempdir()?;
+    let disk = disk.path().display().to_string();
+    let q8 = ["--kv-type", "q8", "--kv-host", "4MiB", "--kv-disk", &disk];
+    real(6, 40..=400, KvDtype::Q8, &[("aggregated, q8 from disk", small(route("auto", 512, true), "9MiB", &q8))])?;
+    let int4 = [&["--kv-type", "int4"][..], &store].concat();
+    let routes = [("aggregated, int4 from a KV store over tcp", small(route("tcp", 512, true), "5MiB", &int4))];
+    real(6, 40..=400, KvDtype::Int4, &routes)
 }
 
 #[test]
@@ -243,13 +302,13 @@ fn a_real_model_answers_alike_whatever_the_chunk() -> anyhow::Result<()> {
         ("split over tcp, chunks of 16", route("tcp", 16, false)),
         ("split over tcp, chunks of 512", route("tcp", 512, false)),
     ];
-    real(28, 120, &routes)?;
+    real(28, 1..=120, KvDtype::F16, &routes)?;
     // A step a token is dear: short prompts, whose answers cross into a second block.
     let routes = [
         ("split over shm, chunks of 1", route("shm", 1, false)),
         ("split over tcp, chunks of 1", route("tcp", 1, false)),
     ];
-    real(28, 12, &routes)
+    real(28, 1..=12, KvDtype::F16, &routes)
 }
 
 /// A quantised pool travels as it is: elements and their scales arrive to the bit.
@@ -259,7 +318,7 @@ fn quantised_pools_answer_alike_over_every_route() -> anyhow::Result<()> {
     tiny::config("llama-gqa-odd-vocab")?.write(directory.path())?;
     let model = Model::open(directory.path())?;
     let spec = directory.path().to_str().context("a path in UTF-8")?;
-    let requests = requests(24, 90, &model, 4);
+    let requests = requests(24, 1..=90, &model, 4);
     for (name, kv) in [("q8", KvDtype::Q8), ("int4", KvDtype::Int4)] {
         let split = |transport, chunk| ClusterOptions {
             args: vec!["--kv-type".to_owned(), name.to_owned()],
@@ -288,7 +347,7 @@ fn tiny_models_answer_alike_over_every_route() -> anyhow::Result<()> {
         ];
         routes.extend(ucx_route(16).map(|options| ("split over ucx", options)));
         let mut local = Local::new(&model, Options::default())?;
-        compare(name, spec, &mut local, &requests(30, 90, &model, 3), &routes)?;
+        compare(name, spec, &mut local, &requests(30, 1..=90, &model, 3), &routes)?;
     }
     Ok(())
 }
@@ -301,7 +360,7 @@ fn kv_changes_its_type_between_workers_alike_over_every_transport() -> anyhow::R
     let config = tiny::configs()?.into_iter().find(|c| c.name.starts_with("qwen3")).context("a tiny model")?;
     config.write(directory.path())?;
     let model = Model::open(directory.path())?;
-    let requests = requests(20, 90, &model, 4);
+    let requests = requests(20, 1..=90, &model, 4);
     let mut over_f16 = Local::new(&model, Options::default())?;
     let mut answers = Vec::new();
     for transport in ["shm", "tcp"] {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -41,6 +41,18 @@ impl Pool {
             (piece * PIECE..now.len()).find(|&at| now[at] != before[at])
         };
         wait(changed).context("no KV arrives")
+    }
+
+    /// Bytes of the pages that were written to.
+    pub fn written(&self) -> anyhow::Result<u64> {
+        Ok(self.0.metadata()?.blocks() * 512)
+    }
+
+    /// A place that is written to, not at the end of a layer.
+    pub fn used(&self) -> anyhow::Result<usize> {
+        let bytes = self.bytes()?;
+        let used: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] != 0).collect();
+        used.get(used.len() / 3).copied().context("nothing is written")
     }
 
     /// Flips a bit.

@@ -4,7 +4,8 @@
 //! parent is gone.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// A process.
@@ -80,4 +81,28 @@ pub fn abstract_sockets_like(prefix: &str) -> Vec<String> {
     let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
     let names = table.lines().filter_map(|line| line.split_whitespace().nth(7));
     names.filter(|name| name.starts_with(prefix)).map(str::to_owned).collect()
+}
+
+/// Flips a bit in each place of a process's private memory, outside of files, where these bytes are. Returns how many there were.
+pub fn flip_private(pid: u32, bytes: &[u8]) -> std::io::Result<usize> {
+    let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem"))?;
+    let mut flipped = 0;
+    for line in fs::read_to_string(format!("/proc/{pid}/maps"))?.lines() {
+        let mut fields = line.split_whitespace();
+        let (Some(range), Some("rw-p"), None) = (fields.next(), fields.next(), fields.nth(3)) else { continue };
+        let ends = range.split_once('-').and_then(|(first, last)| {
+            Some((u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(last, 16).ok()?))
+        });
+        let Some((first, last)) = ends else { continue };
+        let mut there = vec![0; (last - first) as usize];
+        // It may have been given back meanwhile.
+        if memory.read_exact_at(&mut there, first).is_err() {
+            continue;
+        }
+        for at in there.windows(bytes.len()).enumerate().filter(|(_, window)| *window == bytes).map(|(at, _)| at) {
+            memory.write_all_at(&[there[at] ^ 4], first + at as u64)?;
+            flipped += 1;
+        }
+    }
+    Ok(flipped)
 }

@@ -13,7 +13,8 @@ use anyhow::{Context, ensure};
 use baton_cluster::Role;
 use baton_proto::v1;
 use baton_tests::cluster::client::{prompt, sampled};
-use baton_tests::cluster::{Cluster, ClusterOptions, models, wait};
+use baton_tests::cluster::pool::Pool;
+use baton_tests::cluster::{Cluster, ClusterOptions, http, models, processes, wait};
 use baton_tests::tiny;
 use rustix::process::Signal;
 
@@ -329,9 +330,62 @@ fn what_is_damaged_on_disk_is_computed_again() -> anyhow::Result<()> {
     let (got, cached) = all(&cluster)?;
     ensure!(got == want, "I1: {got:?} instead of {want:?}");
     ensure!(cached.iter().all(|cached| *cached == 0), "{cached:?}");
-    // Each prompt's first block was read and found to be damaged, if its head was not damaged, too.
+    // What has a damaged head is found when the disk is opened, the rest when it is read: each prompt's first block at least.
     let found = || metric(&cluster, "baton_kv_tier_verify_failures_total", "").ok();
-    wait(|| (found()? >= 1.0).then_some(()))?;
+    wait(|| (found()? >= PROMPTS as f64).then_some(()))?;
+    cluster.stop()
+}
+
+/// The same in host memory.
+#[test]
+fn what_is_damaged_in_host_memory_is_computed_again() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(options(model.path(), 200, None)?)?;
+    let (first, _) = ask(&cluster, 0)?;
+    cluster.wait_idle()?;
+    let worker = cluster.wait_for_worker(Role::Decode, |_| true)?;
+    // Some of its KV, to find it again.
+    let pool = Pool::of(&worker)?;
+    let some = pool.bytes()?[pool.used()?..][..64].to_vec();
+    let (want, _) = all(&cluster)?;
+    ensure!(want[0] == first, "I1: {:?} instead of {first:?}", want[0]);
+    let flipped = processes::flip_private(worker.pid, &some)?;
+    ensure!(flipped >= 1, "no block of the prompt is in host memory");
+    let (got, cached) = all(&cluster)?;
+    ensure!(got == want, "I1: {got:?} instead of {want:?}");
+    ensure!(cached[0] < 320 && cached[1..].iter().all(|cached| *cached >= 320), "{cached:?}");
+    let found = || metric(&cluster, "baton_kv_tier_verify_failures_total", "tier=\"host\"").ok();
+    wait(|| (found()? == 1.0).then_some(()))?;
+    cluster.stop()
+}
+
+/// Several answers to one prompt share what is loaded.
+#[test]
+fn several_answers_share_a_prefix_that_is_loaded() -> anyhow::Result<()> {
+    let model = models::slow()?;
+    let cluster = Cluster::start(options(model.path(), 200, None)?)?;
+    let ask = |which: u64| -> anyhow::Result<(Vec<String>, u64)> {
+        let ids: Vec<String> = prompt(PROMPT, which).iter().map(u32::to_string).collect();
+        let body = format!(
+            "{{\"model\": \"\", \"prompt\": [{}], \"n\": 3, \"max_tokens\": 6, \"seed\": 1, \"temperature\": 0.9, \"ignore_eos\": true}}",
+            ids.join(", ")
+        );
+        let (status, said) = http::post(cluster.http(), "/v1/completions", &body)?;
+        ensure!(status == 200, "{status}: {said}");
+        let said: serde_json::Value = serde_json::from_str(&said)?;
+        let texts = said["choices"].as_array().context("choices")?.iter().map(|choice| choice["text"].to_string());
+        let cached = said["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+        cluster.wait_idle()?;
+        Ok((texts.collect(), cached))
+    };
+    let (want, cached) = ask(50)?;
+    ensure!(want.len() == 3 && want[0] != want[1] && cached == 0, "{want:?}, {cached} tokens cached");
+    all(&cluster)?;
+    let loaded = metric(&cluster, "baton_kv_loaded_tokens_total", "")?;
+    let (got, cached) = ask(50)?;
+    ensure!(got == want && cached >= 320, "I1: {got:?} instead of {want:?}, {cached} tokens cached");
+    let once = metric(&cluster, "baton_kv_loaded_tokens_total", "")? - loaded;
+    ensure!((320.0..=336.0).contains(&once), "{once} tokens loaded for three answers");
     cluster.stop()
 }
 
