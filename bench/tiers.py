@@ -5,8 +5,8 @@
         One worker that computes and answers, with a small pool. Each prompt is answered once (computed), again (from the pool), again after others
         have taken its place in the pool (from host memory), and again after the worker was killed and started anew (from disk). Prints the time to
         the first token of each, and then how the time between the tokens of another answer changes while short prompts come, while long ones come
-        whose prefixes are in the pool, and while theirs are loaded from host memory. At last the prefixes are in another process of the cluster, and come
-        over shared memory and over TCP.
+        whose prefixes are in the pool, and while theirs are loaded from host memory, from disk, and from another process of the cluster. At last the
+        prefixes are in another process, and come over shared memory and over TCP.
         Before that, how long batch work that gave way to a prompt waits for its next token once that prompt is answered, without a store and with host memory.
         With --object, instead of a disk the worker has this object store, as --kv-object has it; AWS's variables say where S3 is.
 
@@ -113,6 +113,7 @@ def times(options, disk):
     finally:
         cluster.close()
     if not options.brief:
+        beside_others(options, disk)
         preempted(options)
     for transport in ("shm", "tcp"):
         peers(options, transport)
@@ -194,9 +195,9 @@ def tell(what, of):
         print(f"  {tier:12} {median * 1e3:9.1f} ms to the first token, {computed / median:6.1f} times as soon as computed", flush=True)
 
 
-def beside(cluster, options, salt):
-    """The time between tokens of an answer: alone; while short prompts come; while prompts come whose prefixes are in the pool; and while theirs are
-    loaded. Each in turn, as a machine is not the same all the time, and all gaps of a kind together."""
+def beside(cluster, options, salt, others=("pool", "host memory")):
+    """The time between tokens of an answer: alone; while short prompts come; and while prompts come whose prefixes are elsewhere: in the pool, or where
+    they are loaded from. Each in turn, as a machine is not the same all the time, and all gaps of a kind together."""
     length = options.lengths[0]
     percentile = lambda gaps, share: sorted(gaps)[int(len(gaps) * share)] * 1e3
     gaps, firsts = {}, {}
@@ -206,8 +207,10 @@ def beside(cluster, options, salt):
         short = [random_ids(17, next(salt)) for _ in range(2)]
         for prompt in prompts + short:
             ask(cluster, prompt)
-        time.sleep(1)
-        for where, asked in (("alone", []), ("17 tokens", short), ("pool", prompts[-2:]), ("host memory", prompts)):
+        # Until all of it is where it is to be.
+        time.sleep(3)
+        kinds = [("alone", ()), ("17 tokens", short), *((where, prompts[-2:] if where == "pool" else prompts) for where in others)]
+        for where, asked in kinds:
             took = firsts.setdefault(where, [])
             answer = lambda: gaps.setdefault(where, []).extend(ask(cluster, random_ids(64, next(salt)), options.tokens)[1])
             thread = threading.Thread(target=answer)
@@ -231,6 +234,30 @@ def beside(cluster, options, salt):
               f"{p99 / alone:.2f} times alone{came}", flush=True)
 
 
+def only_beside(options, disk):
+    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, "--kv-host", "2GiB"])
+    try:
+        ask(cluster, random_ids(500, 1))
+        beside(cluster, options, itertools.count(2))
+    finally:
+        cluster.close()
+    beside_others(options, disk)
+
+
+def beside_others(options, disk):
+    """As `beside`, where prefixes come from disk, as host memory has room for two of them, and where a KV store of the cluster has them."""
+    store = ["--kv-stores", "1", "--kv-store-memory", "2GiB", "--transport"]
+    others = {"disk": ["--kv-host", options.little, "--kv-disk", f"{disk}/beside", "--kv-disk-size", "4GiB"]}
+    others |= {f"another process, {transport}": [*store, transport] for transport in ("shm", "tcp")}
+    for where, flags in others.items():
+        cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, *flags])
+        try:
+            ask(cluster, random_ids(500, 1))
+            beside(cluster, options, itertools.count(2), (where,))
+        finally:
+            cluster.close()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -241,13 +268,18 @@ def main():
     parser.add_argument("--evicts", default=2_000, type=int, help="tokens of each of these")
     parser.add_argument("--answers", default=5, type=int, help="answers beside which prompts come, of each kind")
     parser.add_argument("--tokens", default=1_000, type=int, help="tokens of such an answer")
+    parser.add_argument("--little", default="128MiB", help="host memory from which a prompt of the shortest length is gone after three others")
+    parser.add_argument("--only-beside", action="store_true", help="only what loads do to other answers")
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
     parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
     parser.add_argument("--brief", action="store_true", help="only times to the first token: with a large model the rest takes long")
     parser.add_argument("--baton", default=ROOT / "target/release/baton", type=pathlib.Path, help="default: target/release/baton")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.disk or ROOT / "target") as disk:
-        times(options, disk)
+        if options.only_beside:
+            only_beside(options, disk)
+        else:
+            times(options, disk)
 
 
 if __name__ == "__main__":
