@@ -30,6 +30,8 @@ from cluster import Cluster, random_ids
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Seconds between the prompts that come beside an answer.
 PAUSE = 0.2
+# Where prompts come from beside an answer.
+PLACES = ["host memory", "disk", "another process, shm", "another process, tcp"]
 # Prompts of which a tenant tries to find out whether another one has asked them, and the tokens of each.
 SECRETS, SECRET = 60, 500
 
@@ -113,7 +115,7 @@ def times(options, disk):
     finally:
         cluster.close()
     if not options.brief:
-        beside_others(options, disk)
+        beside_others(options, disk, PLACES[1:])
         preempted(options)
     for transport in ("shm", "tcp"):
         peers(options, transport)
@@ -195,28 +197,31 @@ def tell(what, of):
         print(f"  {tier:12} {median * 1e3:9.1f} ms to the first token, {computed / median:6.1f} times as soon as computed", flush=True)
 
 
-def beside(cluster, options, salt, others=("pool", "host memory")):
+def beside(cluster, options, salt, others=("pool", "host memory"), count=8):
     """The time between tokens of an answer: alone; while short prompts come; and while prompts come whose prefixes are elsewhere: in the pool, or where
     they are loaded from. Each in turn, as a machine is not the same all the time, and all gaps of a kind together."""
     length = options.lengths[0]
     percentile = lambda gaps, share: sorted(gaps)[int(len(gaps) * share)] * 1e3
     gaps, firsts = {}, {}
+    # One token after the last whole block: only that is computed, wherever the rest comes from.
+    prompts = [random_ids(length // 16 * 16 + 1, next(salt)) for _ in range(count)]
+    short = [random_ids(17, next(salt)) for _ in range(2)]
+    for prompt in prompts:
+        ask(cluster, prompt)
+        # Until it is where it is to be.
+        time.sleep(0.3)
+    time.sleep(3)
+    turns = {"alone": None, "17 tokens": itertools.cycle(short), "pool": itertools.cycle(prompts[-2:])}
+    turns |= {where: itertools.cycle(prompts) for where in others if where != "pool"}
     for _ in range(options.answers):
-        # One token after the last whole block: only that is computed, wherever the rest comes from.
-        prompts = [random_ids(length // 16 * 16 + 1, next(salt)) for _ in range(8)]
-        short = [random_ids(17, next(salt)) for _ in range(2)]
-        for prompt in prompts + short:
-            ask(cluster, prompt)
-        # Until all of it is where it is to be.
-        time.sleep(3)
-        kinds = [("alone", ()), ("17 tokens", short), *((where, prompts[-2:] if where == "pool" else prompts) for where in others)]
-        for where, asked in kinds:
-            took = firsts.setdefault(where, [])
+        for where in ("alone", "17 tokens", *others):
+            for prompt in {"17 tokens": short, "pool": prompts[-2:]}.get(where, ()):
+                ask(cluster, prompt)
+            took, turn = firsts.setdefault(where, []), turns[where]
             answer = lambda: gaps.setdefault(where, []).extend(ask(cluster, random_ids(64, next(salt)), options.tokens)[1])
             thread = threading.Thread(target=answer)
             thread.start()
-            turn = itertools.cycle(asked)
-            while asked and thread.is_alive():
+            while turn and thread.is_alive():
                 prompt = next(turn)
                 first, _, cached = ask(cluster, prompt, 1)
                 if cached < len(prompt) // 16 * 16:
@@ -234,26 +239,21 @@ def beside(cluster, options, salt, others=("pool", "host memory")):
               f"{p99 / alone:.2f} times alone{came}", flush=True)
 
 
-def only_beside(options, disk):
-    cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, "--kv-host", "2GiB"])
-    try:
-        ask(cluster, random_ids(500, 1))
-        beside(cluster, options, itertools.count(2))
-    finally:
-        cluster.close()
-    beside_others(options, disk)
-
-
-def beside_others(options, disk):
-    """As `beside`, where prefixes come from disk, as host memory has room for two of them, and where a KV store of the cluster has them."""
-    store = ["--kv-stores", "1", "--kv-store-memory", "2GiB", "--transport"]
-    others = {"disk": ["--kv-host", options.little, "--kv-disk", f"{disk}/beside", "--kv-disk-size", "4GiB"]}
+def beside_others(options, disk, places):
+    """As `beside`, where prefixes come from disk, as host memory has room for few of them, and where a KV store of the cluster has them. Of those there are
+    so many that each comes again after ten seconds: for as long a router takes what it has sent to a worker for held there."""
+    store = ["--kv-stores", "1", "--kv-store-memory", "4GiB", "--transport"]
+    others = {"host memory": ["--kv-host", "2GiB"], "disk": ["--kv-host", options.little, "--kv-disk", f"{disk}/beside", "--kv-disk-size", "4GiB"]}
     others |= {f"another process, {transport}": [*store, transport] for transport in ("shm", "tcp")}
-    for where, flags in others.items():
-        cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, *flags])
+    for where in places:
+        cluster = Cluster(options.baton, options.model, ["--aggregated", "--kv-memory", options.pool, *others[where]])
         try:
             ask(cluster, random_ids(500, 1))
-            beside(cluster, options, itertools.count(2), (where,))
+            salt = itertools.count(2)
+            match where:
+                case "host memory": beside(cluster, options, salt)
+                case "disk": beside(cluster, options, salt, (where,))
+                case _: beside(cluster, options, salt, (where,), count=48)
         finally:
             cluster.close()
 
@@ -269,15 +269,15 @@ def main():
     parser.add_argument("--answers", default=5, type=int, help="answers beside which prompts come, of each kind")
     parser.add_argument("--tokens", default=1_000, type=int, help="tokens of such an answer")
     parser.add_argument("--little", default="128MiB", help="host memory from which a prompt of the shortest length is gone after three others")
-    parser.add_argument("--only-beside", action="store_true", help="only what loads do to other answers")
+    parser.add_argument("--beside", type=lambda text: text.split(";"), help=f"only what loads from these places do to other answers, with semicolons: {'; '.join(PLACES)}")
     parser.add_argument("--disk", help="a folder on the disk to measure; default: one in the target folder")
     parser.add_argument("--object", help="an object store, s3://BUCKET/PREFIX or file:///DIRECTORY")
     parser.add_argument("--brief", action="store_true", help="only times to the first token: with a large model the rest takes long")
     parser.add_argument("--baton", default=ROOT / "target/release/baton", type=pathlib.Path, help="default: target/release/baton")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.disk or ROOT / "target") as disk:
-        if options.only_beside:
-            only_beside(options, disk)
+        if options.beside:
+            beside_others(options, disk, options.beside)
         else:
             times(options, disk)
 
