@@ -1,12 +1,12 @@
 //! Blocks that move between the pool and the store: what is asked of the store's threads, and that no block is lost or reused too early.
 
-use baton_engine::{Exchange as Prefix, NewSequence, RunError, Start, Time};
+use baton_engine::{Digest, Exchange as Prefix, NewSequence, RunError, Start, Time};
 use baton_types::{RequestId, SamplingParams};
 
 use super::rig::{BLOCK, LEASE, Rig, VOCAB, engine, geometry, request};
 use crate::exchange::{self, MOST_EXCHANGES};
 use crate::prefill::Target;
-use crate::tiers::{Command, Effect, MOST, Move, Tiers};
+use crate::tiers::{Command, Effect, MOST, Move, Tiers, is_hole};
 use crate::{Decode, Desk, Input, Ticket, decode};
 
 fn rig() -> Rig<Decode> {
@@ -379,4 +379,22 @@ fn a_prefix_is_served_once_it_is_loaded() {
     load(&mut rig).unwrap();
     let waiting = (0..2 * MOST_EXCHANGES).filter(|_| serve(&mut rig).is_empty()).count();
     assert_eq!(waiting, MOST_EXCHANGES);
+}
+
+/// I2: what was loaded is saved by the digests it was verified with. If it has changed meanwhile, nobody finds it any more.
+#[test]
+fn what_was_loaded_is_saved_by_the_digests_it_came_with() {
+    let mut rig = rig();
+    let what = load(&mut rig).unwrap();
+    let each = what.blocks.iter().enumerate().flat_map(|(group, list)| list.iter().map(move |block| (group, *block)));
+    let each = each.filter(|(_, block)| !is_hole(*block));
+    let digests: Vec<_> = (11..).zip(each).map(|(of, (group, block))| Digest { group, block, of }).collect();
+    give(&mut rig, Command::Loaded(what.seq, Some(digests.clone())));
+    let effects = give(&mut rig, Command::Save(prefix(), 0));
+    let [Effect::Save(save)] = &effects[..] else { panic!("{effects:?}") };
+    assert_eq!(save.known, digests);
+    give(&mut rig, Command::Saved(save.seq, Some((0, digests[0].block))));
+    assert_eq!(give(&mut rig, Command::Save(prefix(), 0)), [], "it is not there any more");
+    assert!(rig.core.engine().idle());
+    assert!(load(&mut rig).is_some(), "it can be loaded again");
 }
