@@ -69,6 +69,7 @@ impl Process {
     ) -> Result<Process, RuntimeError> {
         telemetry::init(role, &config.log, config.log_format);
         files::allow_all();
+        files::make_room();
         if let Some(endpoint) = &config.otlp_endpoint {
             traces::init(role, endpoint, config.otlp_sample)?;
         }
