@@ -64,7 +64,8 @@ pub struct Member {
     pub block_size: u32,
     /// Most tokens that one sequence has in the pool at once; 0: all its tokens.
     pub window_tokens: u32,
-    /// Most sequences it runs at once; 0: unknown.
+    /// Most sequences it runs at once; 0: unknown, as of workers of older versions.
+    #[serde(default)]
     pub max_running: u32,
     /// Tokens of the longest sequence it takes; 0: unknown.
     pub context_tokens: u32,
