@@ -1,3 +1,5 @@
+use tokio::signal::unix::{SignalKind, signal};
+
 use super::*;
 use crate::standing::Standing;
 
@@ -122,4 +124,40 @@ fn a_tenant_stays_the_same_when_the_file_changes() {
     assert!(same.admit(1).is_err(), "the first is still counted");
     assert!(ring.replace("bad".to_owned()).is_err());
     assert!(ring.tenant(Some(b"Bearer two")).is_ok(), "the old keys stay");
+}
+
+/// The keys of a file that changed, and how long it took until they were known.
+async fn watched(signalled: bool) -> Duration {
+    let (folder, one) = (tempfile::tempdir().unwrap(), format!("[[tenants]]\nname = 'a'\nsha256 = ['{ONE}']"));
+    let path = folder.path().join("keys.toml");
+    std::fs::write(&path, &one).unwrap();
+    let ring = Arc::new(KeyRing::open(&path, true).unwrap());
+    let mut hangups = [(); 2].map(|()| signal(SignalKind::hangup()).unwrap());
+    if signalled {
+        let pid = std::process::id().to_string();
+        assert!(std::process::Command::new("kill").args(["-HUP", &pid]).status().unwrap().success());
+        // Then the other has it, too.
+        hangups[0].recv().await.unwrap();
+    }
+    std::fs::write(&path, one.replace(ONE, TWO)).unwrap();
+    // From now on time goes on only where everybody waits for it.
+    tokio::time::pause();
+    let begun = tokio::time::Instant::now();
+    let [_, signals] = hangups;
+    let watches = tokio::spawn(Arc::clone(&ring).watch(Some(signals), Shutdown::new(Duration::ZERO)));
+    while name(&ring, "Bearer two").is_none() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    watches.abort();
+    let took = begun.elapsed();
+    tokio::time::resume();
+    took
+}
+
+#[tokio::test]
+async fn a_changed_file_is_read_again_and_at_once_on_a_signal() {
+    let soon = LOOK_AGAIN + Duration::from_millis(100);
+    let (by_itself, on_a_signal) = (watched(false).await, watched(true).await);
+    assert!(on_a_signal <= soon, "{on_a_signal:?} after SIGHUP");
+    assert!((LOOK_EVERY..=LOOK_EVERY + soon).contains(&by_itself), "{by_itself:?} without one");
 }
