@@ -4,6 +4,7 @@ use std::io::Result;
 use std::sync::Arc;
 
 use baton_kv_store::{Input, ReadError, check_record};
+use baton_types::Courtesy;
 
 use crate::OpenError;
 use crate::queue::Work;
@@ -14,12 +15,17 @@ pub(crate) fn start(shared: &Arc<Shared>, count: usize) -> std::result::Result<(
     for at in 0..count {
         let ours = shared.clone();
         let body = move || {
+            let mut courtesy = Courtesy::default();
             while let Some(work) = ours.queue.next() {
+                let copied = matches!(work, Work::Read { .. } | Work::Write { .. });
                 let wrote = matches!(work, Work::Write { .. } | Work::Sync);
                 let answer = carry_out(&ours, work);
                 ours.queue.done(wrote);
                 if let Some(input) = answer {
                     ours.feed(input);
+                }
+                if copied && courtesy.is_due(ours.shape.data_bytes()) {
+                    std::thread::yield_now();
                 }
             }
             let queue = ours.queue.clone();

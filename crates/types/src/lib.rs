@@ -4,6 +4,7 @@
 
 mod class;
 mod constraint;
+mod courtesy;
 mod device;
 mod digest;
 mod error;
@@ -23,6 +24,7 @@ mod words;
 
 pub use class::Class;
 pub use constraint::Constraint;
+pub use courtesy::Courtesy;
 pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, PoolHandle,
     Registrable, Staged,

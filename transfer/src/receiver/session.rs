@@ -14,6 +14,7 @@ use crate::link::{Got, Link, MAX_QUEUED};
 use crate::ucx::Worker;
 use crate::wake::{Interest, wait, wait_awake};
 use baton_handoff::{Access, Frame, Inbound, Ledger, PayloadTarget, PeerReach, Range, TransferError, TransportKind};
+use baton_types::Courtesy;
 
 /// Most bytes that go through staging memory at once.
 const STAGE_BYTES: usize = 1 << 20;
@@ -49,12 +50,15 @@ pub(crate) struct Session {
     inbound: Inbound,
     /// Whether the pool's descriptor, handle or key was handed out.
     pool_given: bool,
+    /// When this thread gives way.
+    courtesy: Courtesy,
 }
 
 impl Session {
     pub(crate) fn new(hub: Arc<Hub>, mail: Arc<Mail>, link: Link, inbound: Inbound, welcomed: Welcomed) -> Session {
         let Welcomed { kind, ucx, reach } = welcomed;
-        Session { hub, mail, link, more: Vec::new(), kind, ucx, reach, staged: false, inbound, pool_given: false }
+        let (more, courtesy) = (Vec::new(), Courtesy::default());
+        Session { hub, mail, link, more, kind, ucx, reach, staged: false, inbound, pool_given: false, courtesy }
     }
 
     /// Serves until the session ends; returns why.
@@ -175,9 +179,21 @@ impl Session {
     fn take_in(&mut self, stream: usize, frame: Frame) -> Result<(), TransferError> {
         // Any frame may end a handoff.
         self.settle()?;
+        if let Frame::Write(head) = &frame {
+            self.give_way(head.group.into(), head.indexes.len());
+        }
         let now = Instant::now();
         self.with(|inbound, ledger| inbound.frame(stream, frame, now, ledger))??;
         self.link.flush().map_err(|e| self.lost(e))
+    }
+
+    /// Lets others go on now and then, before so many blocks of a layer are taken in.
+    fn give_way(&mut self, group: usize, blocks: usize) {
+        let layout = &self.hub.options.geometry.layout;
+        let bytes = layout.groups.get(group).map_or(0, |_| layout.block_bytes(group));
+        if self.courtesy.is_due(bytes * blocks) {
+            std::thread::yield_now();
+        }
     }
 
     fn read_payload(&mut self, joined: Option<usize>) -> Result<bool, TransferError> {

@@ -10,7 +10,7 @@ use baton_handoff::{
     Access, BATCH_BYTES, Effect, FAREWELL, Frame, Line, Malformed, Meter, Outbound, Parties, PoolMemory, Pools,
     TransferError, TransportKind, blames_path, tells_peer,
 };
-use baton_types::PoolGeometry;
+use baton_types::{Courtesy, PoolGeometry};
 
 use super::connect::{Connected, Interrupt, Plan};
 use super::dial::dial;
@@ -129,6 +129,8 @@ struct Session {
     stuck: Option<TransferError>,
     /// Outcomes reported only once the transport is dropped, since it may read their local blocks until then.
     held: Vec<Effect>,
+    /// When this thread gives way.
+    courtesy: Courtesy,
 }
 
 /// The handoffs' state before the session is connected: there is no pool to copy to yet.
@@ -153,7 +155,8 @@ impl Session {
         };
         outbound.reaches(Pools { local, remote: remote.clone(), batch_bytes, verify });
         let (meter, unread, stuck, held) = (Meter::default(), false, None, Vec::new());
-        Session { plan, queue, links, kind, remote, transport: None, outbound, meter, unread, stuck, held }
+        let (transport, courtesy) = (None, Courtesy::default());
+        Session { plan, queue, links, kind, remote, transport, outbound, meter, unread, stuck, held, courtesy }
     }
 
     /// Sends blocks over `transport` from now on. Converts them to the peer's KV type, and takes them out of a device by [`Staging`].
@@ -380,6 +383,9 @@ impl Session {
             let mut memory = self.plan.pool().host().ok().map(|segment| unsafe { segment.still() });
             let memory = memory.as_mut().map(|memory| memory as &mut dyn PoolMemory).filter(|_| !transport.digests());
             if let Some(batch) = self.outbound.next_batch(memory, now)? {
+                if self.courtesy.is_due(batch.bytes()) {
+                    std::thread::yield_now();
+                }
                 self.meter.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
                 transport.submit(Load::new(batch), &mut self.links)?;
                 return Ok(true);

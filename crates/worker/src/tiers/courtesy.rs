@@ -4,15 +4,11 @@ use std::time::{Duration, Instant};
 
 use super::{LEAST_PATIENCE, PATIENCE};
 
-/// Bytes after which it gives way: some hundred microseconds of copying.
-const PIECE: usize = 1 << 20;
-
-/// What a thread has copied since it last gave way. Where a step is computed on the same processors, the step goes on first: whoever is being
-/// answered waits for the next token, while a load can use the step's pauses. A processor that has nothing else to do loses nothing by it. What is
-/// given away counts as time that a load takes, in what is learned of its tier, too: that is how long a prompt waits on this machine.
+/// Gives way as [`baton_types::Courtesy`] says, for a time that is bounded. What is given away counts as time that a load takes, in what is learned of its
+/// tier, too: that is how long a prompt waits on this machine.
 #[derive(Debug, Default)]
 pub(super) struct Courtesy {
-    copied: usize,
+    due: baton_types::Courtesy,
     /// Gives way no longer than this. None: always.
     until: Option<Instant>,
 }
@@ -30,15 +26,23 @@ impl Courtesy {
         self.until = None;
     }
 
-    /// So many bytes were copied. Returns whether it gave way.
-    pub fn copied(&mut self, bytes: usize) -> bool {
-        self.copied += bytes;
-        let gives = self.copied >= PIECE && self.until.is_none_or(|until| Instant::now() < until);
-        if gives {
-            self.copied = 0;
+    /// So many bytes were copied. Gives way, if it is time.
+    pub fn copied(&mut self, bytes: usize) {
+        if self.until.is_none_or(|until| Instant::now() < until) && self.due.is_due(bytes) {
             std::thread::yield_now();
         }
-        gives
+    }
+
+    /// What is copied next makes it give way.
+    #[cfg(test)]
+    pub fn nearly(&mut self) {
+        self.due.nearly();
+    }
+
+    /// How often it gave way.
+    #[cfg(test)]
+    pub fn times(&self) -> u64 {
+        self.due.times()
     }
 }
 
@@ -46,13 +50,7 @@ impl Courtesy {
 mod tests {
     use super::*;
 
-    #[test]
-    fn it_gives_way_after_each_piece() {
-        let mut courtesy = Courtesy::default();
-        courtesy.save();
-        let gave: Vec<_> = (0..6).map(|_| courtesy.copied(PIECE / 2)).collect();
-        assert_eq!(gave, [false, true, false, true, false, true]);
-    }
+    const MUCH: usize = 1 << 30;
 
     #[test]
     fn a_load_gives_way_for_half_of_its_patience() {
@@ -61,10 +59,16 @@ mod tests {
         courtesy.load(60.0);
         let half = courtesy.until.map(|until| (until - begun).as_secs_f64() / (60.0 * PATIENCE));
         assert!(half.is_some_and(|half| (0.5..0.6).contains(&half)), "{half:?} of its patience");
-        assert!(courtesy.copied(PIECE));
+        courtesy.copied(MUCH);
+        assert_eq!(courtesy.times(), 1);
         courtesy.until = Some(Instant::now());
-        assert!(!courtesy.copied(PIECE), "its time is over");
+        courtesy.copied(MUCH);
+        assert_eq!(courtesy.times(), 1, "its time is over");
         courtesy.load(0.0);
-        assert!(courtesy.copied(0), "the next has time of its own");
+        courtesy.copied(MUCH);
+        assert_eq!(courtesy.times(), 2, "the next has time of its own");
+        courtesy.save();
+        courtesy.copied(MUCH);
+        assert_eq!(courtesy.times(), 3);
     }
 }

@@ -86,6 +86,23 @@ fn load(to: &mut Pair, what: &Move) -> bool {
     to.copier.load(what, &loading, &|| (), &paces).is_some()
 }
 
+/// Whatever is copied, in whichever way, counts for when the thread gives way.
+#[test]
+fn copies_give_way() {
+    let store = store();
+    let (mut from, mut to, mut layers) = (copier(1, &store), copier(99, &store), by_layer(99, &store));
+    let gives = |pair: &mut Pair, copies: &mut dyn FnMut(&mut Pair)| {
+        let before = pair.copier.courtesy.times();
+        pair.copier.courtesy.nearly();
+        copies(pair);
+        pair.copier.courtesy.times() > before
+    };
+    let blocks = || what([[BlockId(3), BlockId(0)], [BlockId(2), BlockId(5)]]);
+    assert!(gives(&mut from, &mut |pair| assert_eq!(pair.copier.save(&blocks()), None)), "a save");
+    assert!(gives(&mut to, &mut |pair| assert!(load(pair, &blocks()))), "a load, block by block");
+    assert!(gives(&mut layers, &mut |pair| assert!(load(pair, &blocks()))), "a load, layer by layer");
+}
+
 /// The bytes of a block in all layers of its group.
 fn bytes(of: &Pair, group: usize, block: BlockId) -> Vec<u8> {
     let geometry = &of.copier.geometry;

@@ -50,6 +50,15 @@ fn what_cannot_be_told_that_it_joined_is_let_go_of_unless_it_has_carried_somethi
 
 const EPOCH: Epoch = Epoch(1);
 
+#[test]
+fn a_session_gives_way_to_others_as_blocks_come() {
+    let (mut session, _around) = midway(true);
+    session.courtesy.nearly();
+    let head = WriteHead { epoch: Epoch(9), group: 0, layer: 0, payload: 0, indexes: vec![0] };
+    session.take_in(0, Frame::Write(head)).unwrap();
+    assert_eq!(session.courtesy.times(), 1);
+}
+
 /// What is around a session.
 struct Around {
     hub: Arc<Hub>,

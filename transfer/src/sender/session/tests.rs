@@ -106,6 +106,28 @@ impl Transport for Unstoppable {
 }
 
 #[test]
+fn a_session_gives_way_to_others_as_it_copies() {
+    let (mut session, _peer) = session();
+    session.transport = Some(Box::new(Unstoppable { cancelled: Arc::default(), gone: Arc::default() }));
+    write(&mut session, &core(Epoch(1), Instant::now() + Duration::from_secs(60)));
+    session.courtesy.nearly();
+    assert!(session.copy_some(Instant::now()).unwrap());
+    assert_eq!(session.courtesy.times(), 1);
+}
+
+/// Takes up a handoff whose peer grants it a block, and a write to that.
+fn write(session: &mut Session, core: &Arc<baton_handoff::Core>) {
+    let epoch = core.epoch;
+    session.queue.begin(core.clone()).unwrap();
+    session.with(|outbound, line| outbound.expire(Instant::now(), line));
+    let granted = Frame::Granted { epoch, blocks: vec![vec![BlockId(0)]] };
+    session.with(|outbound, line| outbound.frame(granted, TransportKind::Tcp, Instant::now(), line)).unwrap();
+    let op = Op::Write { epoch, group: 0, layer: 0, pairs: vec![(BlockId(0), 0)], after: 0 };
+    session.queue.write(core, op, Instant::now()).unwrap();
+    session.with(|outbound, line| outbound.next_op(Instant::now(), line));
+}
+
+#[test]
 fn what_may_still_be_read_is_not_said_to_be_quiet() {
     let (mut session, _peer) = session();
     let (cancelled, gone) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
@@ -113,14 +135,7 @@ fn what_may_still_be_read_is_not_said_to_be_quiet() {
     // Two handoffs, with a batch of each under way.
     let cores = [1, 2].map(|epoch| core(Epoch(epoch), Instant::now() + Duration::from_secs(60)));
     for core in &cores {
-        let epoch = core.epoch;
-        session.queue.begin(core.clone()).unwrap();
-        session.with(|outbound, line| outbound.expire(Instant::now(), line));
-        let granted = Frame::Granted { epoch, blocks: vec![vec![BlockId(0)]] };
-        session.with(|outbound, line| outbound.frame(granted, TransportKind::Tcp, Instant::now(), line)).unwrap();
-        let op = Op::Write { epoch, group: 0, layer: 0, pairs: vec![(BlockId(0), 0)], after: 0 };
-        session.queue.write(core, op, Instant::now()).unwrap();
-        session.with(|outbound, line| outbound.next_op(Instant::now(), line));
+        write(&mut session, core);
         session.outbound.next_batch(None, Instant::now()).unwrap().expect("a batch");
     }
     let (tell, told) = std::sync::mpsc::channel();
