@@ -1,3 +1,5 @@
+//! When threads that copy KV give way to others. Knows no thread and no clock: who asks gives way.
+
 /// Bytes after which a thread gives way: some hundred microseconds of copying.
 const PIECE: usize = 1 << 20;
 
