@@ -375,7 +375,7 @@ impl Engine {
 
 /// The first index in `0..len` for which `holds` is false. `holds` must be true before that index and false from there
 /// on.
-fn partition(len: usize, holds: impl Fn(usize) -> bool) -> usize {
+pub(crate) fn partition(len: usize, holds: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, len);
     while low < high {
         let middle = low.midpoint(high);

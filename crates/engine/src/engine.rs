@@ -157,7 +157,8 @@ impl Engine {
         Ok(seq)
     }
 
-    /// There was no room to fetch the prefix of this request, which is submitted next: it is asked for when there is ([`Engine::take_returning`]).
+    /// There was no room to fetch the prefix of this request, which is submitted next, or no need: what is not here is asked for when there is room
+    /// ([`Engine::take_returning`]).
     pub fn asks_later(&mut self, request_id: RequestId) {
         self.asks_later = Some(request_id);
     }

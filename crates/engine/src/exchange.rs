@@ -4,12 +4,15 @@
 //! work, so it is not worth a place in the queue. A prompt that comes while its prefix is being fetched waits for the fetch, as it would for a
 //! sequence that computes that prefix. If the fetch fails, the prompt is computed.
 
+use std::collections::HashMap;
+
 use baton_kv_cache::{KvError, Need, Prefix, Readers};
 use baton_types::{BlockId, RequestId, SamplingParams, SeqId};
 
+use crate::admit::partition;
 use crate::config::AGED;
 use crate::engine::MOST_ENDED;
-use crate::sequence::{Phase, Sequence, Turn};
+use crate::sequence::{Kept, Phase, Sequence, Turn};
 use crate::{Engine, EngineError, Event, NewSequence, Share, Start, Time};
 
 /// The leading blocks of a prompt, to be served or fetched.
@@ -93,6 +96,31 @@ impl Engine {
         self.receiving.insert(sequence.turn);
         self.insert_exchange(seq, sequence);
         Ok(seq)
+    }
+
+    /// Whether there is room for a fetch beside all that the queue needs. Where there is not, it might evict what a prompt before it finds here, or
+    /// what was fetched for one, and be evicted itself before its own prompt starts. What a prompt has asked for itself has the room that it starts with
+    /// ([`Engine::take_returning`]).
+    pub fn fits_behind_queue(&self, new: &Exchange) -> bool {
+        let queue = || self.waiting.iter().filter_map(|turn| self.sequences.get(&turn.seq));
+        if queue().any(|s| s.kept == Kept::Asked && s.request_id == new.request_id) {
+            return true;
+        }
+        let fetches = self.receiving.iter().filter_map(|turn| self.sequences.get(&turn.seq)).filter(|s| s.exchange);
+        let comes: HashMap<&RequestId, u32> = fetches.map(|fetch| (&fetch.request_id, fetch.len() - 1)).collect();
+        let size = self.block_size();
+        let (mut taken, mut before) = (vec![self.running(); self.pools.groups()], &[][..]);
+        for sequence in queue() {
+            let names = &sequence.names[..];
+            // What two begin with counts once, and what is lent to a fetch is taken already.
+            let common = partition(names.len().min(before.len()), |at| names[at] == before[at]) as u32;
+            let apart = comes.get(&sequence.request_id).map_or(0, |tokens| tokens / size).max(common);
+            let need = self.need(sequence.start, sequence.len());
+            (0..).zip(&mut taken).for_each(|(group, sum)| *sum += self.pools.takes(group, need, apart));
+            before = names;
+        }
+        let hit = self.pools.lookup(&new.prefix, &new.tokens).without_copy();
+        self.pools.fits_beside(&hit, Need::received(new.moves(size)), |group| taken[group]).is_ok()
     }
 
     /// Whether a fetch of these tokens is under way, or of more that begins with them.

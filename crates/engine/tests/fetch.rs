@@ -477,6 +477,36 @@ fn nothing_is_fetched_that_is_here_or_has_no_room() {
     assert_eq!(fetch(&mut busy, 30), Err(EngineError::NoRoom { tokens: 28 }));
 }
 
+/// Prompts that wait find in the prefix cache what was there when they came, and what was fetched for them.
+#[test]
+fn a_fetch_leaves_room_for_the_queue() {
+    let mut rig = Rig::new(LIMITS, 16);
+    let other = |at: u32| Exchange {
+        request_id: RequestId(format!("fetched {at}")),
+        tokens: (100 * at..100 * at + 29).collect(),
+        ..exchange(0)
+    };
+    let prompt = |of: Exchange| NewSequence {
+        request_id: of.request_id,
+        tokens: of.tokens.into_iter().chain([1, 2]).collect(),
+        ..sharing(Start::Compute, 31, 2)
+    };
+    assert!(rig.engine.fits_behind_queue(&other(1)), "nothing waits");
+    rig.engine.fetch(other(1), &mut rig.events).unwrap();
+    rig.engine.submit(prompt(other(1))).unwrap();
+    assert!(rig.engine.fits_behind_queue(&other(2)), "it takes one block more than is lent");
+    rig.engine.submit(prompt(exchange(29))).unwrap();
+    assert!(!rig.engine.fits_behind_queue(&other(2)), "8 blocks are for what waits");
+    assert!(!rig.engine.fits_behind_queue(&exchange(29)), "also of what another waits for");
+    // Prompts that begin alike take that once.
+    let mut larger = Rig::new(LIMITS, 24);
+    for last in 50..54 {
+        let same = NewSequence { tokens: (0..30).chain([last]).collect(), ..prompt(exchange(29)) };
+        larger.engine.submit(same).unwrap();
+    }
+    assert!(larger.engine.fits_behind_queue(&other(2)));
+}
+
 /// I2: fetched KV is of no use for an answer, and a handoff's none for the cache, whatever the caller mistakes.
 #[test]
 fn a_fetch_and_a_handoff_are_not_confused() {

@@ -80,7 +80,7 @@ impl KvPools {
     }
 
     /// Number of layer groups.
-    pub(crate) fn groups(&self) -> usize {
+    pub fn groups(&self) -> usize {
         self.pools.len()
     }
 

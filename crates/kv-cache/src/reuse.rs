@@ -99,11 +99,16 @@ impl KvPools {
 
     /// Ok when there is room for a sequence that begins with `hit`, and for `spare` more blocks in each group.
     pub fn fits(&self, hit: &Hit, need: Need, spare: u32) -> Result<(), KvError> {
+        self.fits_beside(hit, need, |_| spare)
+    }
+
+    /// Ok when there is room for a sequence that begins with `hit`, and for so many more blocks in each group.
+    pub fn fits_beside(&self, hit: &Hit, need: Need, others: impl Fn(usize) -> u32) -> Result<(), KvError> {
         let position = if need.received { need.tokens } else { hit.tokens };
         for (group, pool) in self.pools.iter().enumerate() {
             let (live, end) = (self.live(group, position), self.blocks_for(self.covers(group, hit.tokens, need)));
             let missing = live.missing(hit.blocks(), end);
-            let wanted = (end.saturating_sub(hit.blocks()) - missing) as usize + spare as usize;
+            let wanted = (end.saturating_sub(hit.blocks()) - missing) as usize + others(group) as usize;
             let needed = (0..).zip(&hit.path).filter(|(at, _)| live.contains(*at)).map(|(_, id)| id);
             let kept = needed.chain(hit.copy.iter().map(|(id, _)| id));
             let revived = kept.filter(|id| self.cached(group, **id)).count();
@@ -114,6 +119,14 @@ impl KvPools {
             }
         }
         Ok(())
+    }
+
+    /// Blocks of a group that a sequence takes, or finds, when it starts. `apart`: leading blocks that count elsewhere, where the group has no window.
+    pub fn takes(&self, group: usize, need: Need, apart: u32) -> u32 {
+        let live = self.live(group, if need.received { need.tokens } else { 0 });
+        let end = self.blocks_for(self.covers(group, 0, need));
+        let windowed = self.shapes[group].most_live(need.chunk, self.block_size).is_some();
+        (end - live.missing(0, end)).saturating_sub(if windowed { 0 } else { apart })
     }
 
     /// Whether another sequence that shares the first `tokens` tokens will find all blocks it needs among these lent ones. In

@@ -159,10 +159,16 @@ impl Tiers {
         // What is in the pool already is not loaded.
         let seconds = seconds * f64::from(moves.saturating_sub(here)) / f64::from(moves.max(1));
         let loads = self.open.values().filter(|part| !matches!(part, Part::Save)).count();
-        if desk.draining || here == moves || (known > 0.0 && known <= seconds) {
+        if here == moves && !desk.draining {
+            // If it is evicted before its prompt starts, the prompt asks for it.
+            desk.engine.asks_later(prefix.request_id);
             return;
         }
-        let fetch = if loads < MOST { desk.engine.fetch(prefix.clone(), desk.events).map(Some) } else { Ok(None) };
+        if desk.draining || (known > 0.0 && known <= seconds) {
+            return;
+        }
+        let room = loads < MOST && desk.engine.fits_behind_queue(&prefix);
+        let fetch = if room { desk.engine.fetch(prefix.clone(), desk.events).map(Some) } else { Ok(None) };
         match fetch {
             Ok(Some(seq)) => drop(self.open.insert(seq, Part::Load(prefix, here))),
             // Its prompt waits for room, too, and asks again when there is.

@@ -120,9 +120,9 @@ fn prompts_that_come_together_are_loaded() -> anyhow::Result<()> {
             got.push(answer.ids);
         }
         ensure!(got == want, "I1: {got:?} instead of {want:?}");
-        // What is loaded for one may be evicted for another before it starts, and on a busy machine a load may be given up.
+        // On a busy machine a load may be given up.
         let loaded = cached.iter().filter(|tokens| **tokens >= 320).count();
-        ensure!(loaded as u64 >= PROMPTS / 2, "{cached:?} tokens need not be computed");
+        ensure!(loaded as u64 >= PROMPTS - 1, "{cached:?} tokens need not be computed");
         cluster.stop()?;
     }
     Ok(())

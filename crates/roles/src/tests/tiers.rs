@@ -314,6 +314,49 @@ fn what_has_no_room_is_warmed_and_asked_for_again() {
     assert_eq!(cached(&rig), Some(2 * BLOCK));
 }
 
+/// What a prompt in the queue finds in the pool stays there.
+#[test]
+fn a_load_evicts_nothing_that_a_prompt_before_it_needs() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    rig.said.clear();
+    rig.tiered.clear();
+    prompt(&mut rig);
+    let tokens = (100..101 + 10 * BLOCK).collect();
+    let large = Box::new(Prefix { request_id: RequestId("large".into()), tokens, ..*prefix() });
+    let load = Command::Load { prefix: large.clone(), seconds: 0.0 };
+    assert_eq!(give(&mut rig, load.clone()), [Effect::Warm(large, 0)]);
+    finish(&mut rig);
+    assert_eq!(cached(&rig), Some(2 * BLOCK));
+    rig.tiered.clear();
+    assert!(matches!(give(&mut rig, load)[..], [Effect::Load(_)]), "nothing waits any more");
+}
+
+/// What is in the pool when its prompt comes may be evicted before the prompt starts.
+#[test]
+fn what_was_evicted_from_the_pool_meanwhile_is_asked_for() {
+    let mut rig = rig();
+    prompt(&mut rig);
+    finish(&mut rig);
+    rig.tiered.clear();
+    // They take all blocks, and come first.
+    for first in [50, 100] {
+        let large = NewSequence { prefix: Some(Default::default()), ..*request(Start::Compute, 21) };
+        let large = NewSequence { tokens: (first..first + 21).collect(), ..large };
+        rig.input(Input::Command(decode::Command::Generate { ticket: Ticket(2), new: Box::new(large) }));
+    }
+    assert_eq!(load(&mut rig), None, "it is in the pool");
+    prompt(&mut rig);
+    let asks = |effect: &Effect| matches!(effect, Effect::Returns(wanted) if wanted.tokens == prefix().tokens);
+    let asked = (0..20).find(|_| {
+        rig.input(Input::Turn);
+        rig.tiered.iter().any(asks)
+    });
+    assert!(asked.is_some(), "{:?}", rig.tiered);
+    assert!(load(&mut rig).is_some(), "and there is room");
+}
+
 /// I3: its blocks stay aside until the store's thread has read them.
 #[test]
 fn a_save_that_takes_too_long_keeps_its_blocks_aside() {
