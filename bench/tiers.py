@@ -240,8 +240,8 @@ def beside(cluster, options, salt, others=("pool", "host memory"), count=8):
 
 
 def beside_others(options, disk, places):
-    """As `beside`, where prefixes come from disk, as host memory has room for few of them, and where a KV store of the cluster has them. Of those there are
-    so many that each comes again after ten seconds: for as long a router takes what it has sent to a worker for held there."""
+    """As `beside`, where prefixes come from disk, as host memory has room for few of them, and where a KV store of the cluster has them. Each comes again
+    after some seconds: for one a router takes what was answered for held where it was."""
     store = ["--kv-stores", "1", "--kv-store-memory", "4GiB", "--transport"]
     others = {"host memory": ["--kv-host", "2GiB"], "disk": ["--kv-host", options.little, "--kv-disk", f"{disk}/beside", "--kv-disk-size", "4GiB"]}
     others |= {f"another process, {transport}": [*store, transport] for transport in ("shm", "tcp")}
@@ -253,7 +253,7 @@ def beside_others(options, disk, places):
             match where:
                 case "host memory": beside(cluster, options, salt)
                 case "disk": beside(cluster, options, salt, (where,))
-                case _: beside(cluster, options, salt, (where,), count=48)
+                case _: beside(cluster, options, salt, (where,), count=12)
         finally:
             cluster.close()
 

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use baton_kv_cache::{BlockName, NameChain};
 
@@ -19,10 +19,11 @@ pub struct Sent {
     pub to: Placed,
     /// Blocks of this beginning.
     pub blocks: u32,
-    /// How long ago.
-    pub age: Duration,
+    /// So lately that the worker may not say yet that it holds it.
+    pub lately: bool,
 }
 
+/// Where a prefix was sent, and until when that was lately.
 type Names = HashMap<BlockName, (Placed, Instant), BuildHasherDefault<NameHasher>>;
 
 /// Takes a name for its own hash, since it is one.
@@ -74,19 +75,19 @@ impl Prefixes {
         let known = |name: &BlockName| self.young.get(name).or_else(|| self.old.get(name));
         let half = names.len() / 2;
         let mut from_the_end = marks(names.len()).rev().take_while(|at| *at >= half);
-        let (at, (to, sent)) = from_the_end.find_map(|at| Some((at, *known(&names[at])?)))?;
-        Some(Sent { to, blocks: at as u32 + 1, age: now.saturating_duration_since(sent) })
+        let (at, (to, until)) = from_the_end.find_map(|at| Some((at, *known(&names[at])?)))?;
+        Some(Sent { to, blocks: at as u32 + 1, lately: now <= until })
     }
 
-    /// Records that the prefixes with these names were sent to `placed`.
-    pub fn note(&mut self, names: &[BlockName], placed: Placed, now: Instant) {
+    /// Records that the prefixes with these names were sent to `placed`, lately until then.
+    pub fn note(&mut self, names: &[BlockName], placed: Placed, until: Instant) {
         for name in marks(names.len()).map(|at| &names[at]) {
             if self.young.len() >= self.most && !self.young.contains_key(name) {
                 std::mem::swap(&mut self.young, &mut self.old);
                 // It keeps its memory, so that it need not grow again.
                 self.young.clear();
             }
-            self.young.insert(*name, (placed, now));
+            self.young.insert(*name, (placed, until));
         }
     }
 }
@@ -99,6 +100,8 @@ fn marks(blocks: usize) -> impl DoubleEndedIterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use baton_types::WorkerId;
 
     use super::*;
@@ -168,6 +171,17 @@ mod tests {
         prefixes.note(&names("", &tokens(48)), at(2), now());
         assert_eq!(found(&prefixes, &names("", &tokens(48))), Some(at(2)));
         assert_eq!(found(&prefixes, &names("", &tokens(64))), Some(at(1)));
+    }
+
+    #[test]
+    fn what_was_sent_lately_is_so_until_its_answer_was_given() {
+        let (mut prefixes, begun, names) = (Prefixes::new(100), now(), names("", &tokens(64)));
+        let after = |seconds| begun + Duration::from_secs(seconds);
+        let lately = |prefixes: &Prefixes, seconds| prefixes.find(&names, after(seconds)).unwrap().lately;
+        prefixes.note(&names, at(1), after(10));
+        assert_eq!([5, 10, 11].map(|seconds| lately(&prefixes, seconds)), [true, true, false]);
+        prefixes.note(&names, at(1), after(3));
+        assert_eq!([2, 5].map(|seconds| lately(&prefixes, seconds)), [true, false]);
     }
 
     /// I5: names that are sent again stay, others are forgotten, and the maps never hold more than twice the bound.

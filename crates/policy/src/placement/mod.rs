@@ -94,16 +94,13 @@ pub struct Delays {
     pub expected: f64,
 }
 
-/// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet.
-const ON_ITS_WAY: Duration = Duration::from_secs(10);
-
 impl PlacementInput<'_> {
     /// Leading tokens of the prompt that a worker need not compute: it says that it holds them, or computes them already. Never the last one,
     /// and nothing of what a decode worker waits for.
     pub(crate) fn cached(&self, worker: WorkerId) -> u32 {
         let told = self.held.by.iter().find(|holder| holder.worker == worker).map_or(0, |holder| holder.blocks);
         let there = |to: Placed| to.prefill.unwrap_or(to.decode) == worker;
-        let sent = self.sent.filter(|sent| sent.age <= ON_ITS_WAY && there(sent.to)).map_or(0, |sent| sent.blocks);
+        let sent = self.sent.filter(|sent| sent.lately && there(sent.to)).map_or(0, |sent| sent.blocks);
         told.max(sent).saturating_mul(self.block_size).min(self.tokens.saturating_sub(1))
     }
 

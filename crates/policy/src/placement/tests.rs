@@ -126,11 +126,8 @@ fn a_pinned_decode_worker_stays_and_only_prefill_is_chosen() {
 fn workers_that_have_the_prefix_are_taken_where_they_have_room() {
     for mut policy in in_turn() {
         let mut view = view();
-        let sent = Some(Sent {
-            to: Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) },
-            blocks: 1,
-            age: Duration::ZERO,
-        });
+        let sent =
+            Some(Sent { to: Placed { decode: WorkerId(12), prefill: Some(WorkerId(2)) }, blocks: 1, lately: true });
         for _ in 0..3 {
             assert_eq!(ids(policy.place(&view, &PlacementInput { sent, ..ASK }).unwrap()), (12, Some(2)));
         }
@@ -154,8 +151,7 @@ fn the_worker_that_holds_most_is_taken_where_it_has_room() {
         let holder = |id, blocks| Holder { worker: WorkerId(id), blocks };
         let by = [holder(13, 9), holder(2, 8), holder(12, 6), holder(11, 5)];
         let to = Placed { decode: WorkerId(11), prefill: Some(WorkerId(1)) };
-        let (held, sent) =
-            (Held { blocks: 10, by: &by, stored: &[] }, Some(Sent { to, blocks: 6, age: Duration::ZERO }));
+        let (held, sent) = (Held { blocks: 10, by: &by, stored: &[] }, Some(Sent { to, blocks: 6, lately: true }));
         let ask = PlacementInput { held, sent, ..ASK };
         assert_eq!(ids(policy.place(&view, &ask).unwrap()), (13, Some(2)));
         view[4].in_flight = ROOM + 1;
@@ -167,7 +163,7 @@ fn the_worker_that_holds_most_is_taken_where_it_has_room() {
         );
         view[3].draining = true;
         assert_eq!(policy.place(&view, &ask).unwrap().placed.decode.0, 11, "half is not enough, but it was sent there");
-        let whole = Some(Sent { to, blocks: 10, age: Duration::ZERO });
+        let whole = Some(Sent { to, blocks: 10, lately: true });
         view[4].in_flight = 0;
         assert_eq!(
             policy.place(&view, &PlacementInput { sent: whole, ..ask }).unwrap().placed.decode.0,
@@ -238,11 +234,11 @@ fn a_prompt_goes_where_it_is_computed_first() {
     view[0].load = queue(30_000);
     assert_eq!(place(&mut policy, &view, &held), Some(2), "the queue is longer than that");
     let (decode, prefill) = (WorkerId(11), Some(WorkerId(2)));
-    let sent = |age| Some(Sent { to: Placed { decode, prefill }, blocks: 240, age });
+    let sent = |lately| Some(Sent { to: Placed { decode, prefill }, blocks: 240, lately });
     (view[0].load, view[1].load) = (queue(1000), queue(3000));
-    let ask = PlacementInput { sent: sent(Duration::from_secs(1)), ..LONG };
+    let ask = PlacementInput { sent: sent(true), ..LONG };
     assert_eq!(place(&mut policy, &view, &ask), Some(2), "it is being computed there");
-    let ask = PlacementInput { sent: sent(Duration::from_secs(60)), ..LONG };
+    let ask = PlacementInput { sent: sent(false), ..LONG };
     assert_eq!(place(&mut policy, &view, &ask), Some(1), "it would say so by now");
 }
 
@@ -355,11 +351,11 @@ fn a_decode_worker_that_waits_for_kv_is_not_taken_for_one_that_holds_it() {
     let (mut policy, mut view) = (Predicted::new(256), loaded());
     view[..2].iter_mut().for_each(|prefill| prefill.load = queue(4000));
     let to = Placed { decode: WorkerId(12), prefill: Some(WorkerId(1)) };
-    let ask = PlacementInput { sent: Some(Sent { to, blocks: 249, age: Duration::from_secs(1) }), ..LONG };
+    let ask = PlacementInput { sent: Some(Sent { to, blocks: 249, lately: true }), ..LONG };
     for _ in 0..8 {
         assert_eq!(ids(policy.place(&view, &ask).unwrap()).1, Some(1), "it is computed there already");
     }
-    let alone = Some(Sent { to: Placed { prefill: None, ..to }, blocks: 249, age: Duration::from_secs(1) });
+    let alone = Some(Sent { to: Placed { prefill: None, ..to }, blocks: 249, lately: true });
     assert_eq!(ids(policy.place(&view, &PlacementInput { sent: alone, ..LONG }).unwrap()), (12, None));
 }
 

@@ -37,6 +37,9 @@ use roster::{Apart, Roster, Worker, works};
 pub const PROBE_EVERY: Duration = Duration::from_millis(250);
 /// Least number of prefix names whose place is remembered, and half the most (I5). This covers a million tokens.
 const PREFIXES: usize = 1 << 16;
+/// For so long after an answer its worker counts as one that has its KV, though it does not say so: what it says is on its way. Then what it says
+/// counts.
+const SAYS: Duration = Duration::from_secs(1);
 /// Tokens of an answer, before one was given.
 const FIRST_ANSWER: f64 = 200.0;
 /// How fast the expected length of an answer follows.
@@ -280,7 +283,7 @@ impl Fleet {
 
     /// Records that these workers have the KV of the prefixes with these names, after an answer of so many tokens.
     pub fn note(&mut self, placed: Placed, names: &[BlockName], answer: u32, now: Instant) {
-        self.prefixes.note(names, placed, now);
+        self.prefixes.note(names, placed, now + SAYS);
         self.answer += (f64::from(answer) - self.answer) * ANSWER_FOLLOWS;
     }
 

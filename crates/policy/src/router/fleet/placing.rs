@@ -1,7 +1,7 @@
 //! Where the next request goes.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockName;
 use baton_latency::StepWork;
@@ -14,6 +14,10 @@ use crate::placement::{Chosen, Held, Placed, PlacementError, PlacementInput, Res
 use crate::request::Failure;
 use crate::router::load::Adds;
 use crate::router::outliers::Subject;
+
+/// For so long after a prompt was sent to a worker, that worker counts as one that holds it, though it does not say so yet. Once it has answered, for a
+/// shorter time.
+const ON_ITS_WAY: Duration = Duration::from_secs(10);
 
 /// The request to place.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -134,7 +138,7 @@ impl Fleet {
         let has = |worker: WorkerId| input.cached(worker).max(fetched(worker)).max(loaded(worker));
         let has = [Some(decode), prefill].map(|worker| worker.map_or(0, has));
         let pooled = input.cached(decode);
-        prefixes.note(&ask.names, chosen.placed, now);
+        prefixes.note(&ask.names, chosen.placed, now + ON_ITS_WAY);
         chosen.reserve = self.reserves(ask, &chosen);
         self.count(ask, &chosen, (has, pooled), answer, now);
         Ok(chosen)
