@@ -402,6 +402,7 @@ fn a_prompt_whose_prefix_had_no_room_asks_for_it_when_there_is() {
         assert_eq!(rig.step(), [], "it asks first");
         let [wanted] = &rig.engine.take_returning()[..] else { panic!("it lacks its prefix") };
         assert!(wanted.request_id == prefix.request_id && wanted.tokens.starts_with(&prefix.tokens));
+        assert!(rig.engine.fits_behind_queue(&prefix), "the room is its own");
         if kept {
             let fetches = rig.engine.fetch(prefix.clone(), &mut rig.events).unwrap();
             assert_eq!(rig.step(), [], "it waits for what it asked for");
@@ -470,6 +471,7 @@ fn nothing_is_fetched_that_is_here_or_has_no_room() {
     full.submit(Start::Compute, 16, 20);
     full.step();
     assert_eq!(fetch(&mut full, 30), Err(EngineError::NoRoom { tokens: 28 }), "one block is spared for what runs");
+    assert!(full.engine.fits_behind_queue(&exchange(21)) && !full.engine.fits_behind_queue(&exchange(25)));
     assert!(fetch(&mut full, 21).is_ok());
     let mut busy = Rig::new(EngineConfig { max_running: 1, ..LIMITS }, 60);
     busy.submit(Start::Compute, 16, 20);

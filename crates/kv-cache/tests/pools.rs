@@ -60,6 +60,28 @@ fn grows_in_every_group_or_in_none() {
     pools.free(again).unwrap();
 }
 
+/// What a sequence takes is what an empty pool must have for it, also where a window passes blocks.
+#[test]
+fn a_sequence_takes_what_it_needs_room_for() {
+    let takes = |tokens, need| {
+        let of = |blocks: u32| {
+            let mut geometry = geometry(4, &[blocks, blocks]);
+            (geometry.layout.groups[1].window, geometry.layout.groups[1].sinks) = (Some(9), 2);
+            KvPools::new(&geometry, CacheConfig::default()).unwrap()
+        };
+        let taken = [0, 1].map(|group| of(1).takes(group, need, 0));
+        let least = taken[0].max(taken[1]);
+        assert!(of(least).fits(&Hit::default(), need, 0).is_ok(), "{tokens} tokens");
+        assert!(least == 1 || of(least - 1).fits(&Hit::default(), need, 0).is_err(), "{tokens} tokens");
+        assert_eq!([0, 1].map(|group| of(1).takes(group, need, 1)), [taken[0] - 1, taken[1]], "only one has no window");
+        taken
+    };
+    assert_eq!(takes(60, Need::whole(60)), [15, 15]);
+    assert_eq!(takes(60, Need::chunks(60, 8)), [15, 8]);
+    assert_eq!(takes(60, Need::received(60)), [15, 3]);
+    assert_eq!(takes(3, Need::chunks(3, 8)), [1, 1]);
+}
+
 #[test]
 fn a_position_has_the_slot_its_block_says() {
     let mut pools = KvPools::new(&geometry(4, &[4]), CacheConfig::default()).unwrap();

@@ -159,7 +159,7 @@ impl Tiers {
         // What is in the pool already is not loaded.
         let seconds = seconds * f64::from(moves.saturating_sub(here)) / f64::from(moves.max(1));
         let loads = self.open.values().filter(|part| !matches!(part, Part::Save)).count();
-        if here == moves && !desk.draining {
+        if here == moves {
             // If it is evicted before its prompt starts, the prompt asks for it.
             desk.engine.asks_later(prefix.request_id);
             return;
