@@ -45,7 +45,7 @@ use std::time::{Duration, Instant};
 
 use baton_handoff::WriteBatch;
 use baton_types::testing::{Random, left_out};
-use baton_types::{BlockId, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
+use baton_types::{BlockId, Courtesy, Epoch, KvDtype, KvGroup, KvLayout, PoolGeometry, WorkerId};
 
 pub use children::child;
 use connections::{connections, with_connections};
@@ -228,6 +228,7 @@ impl Decode {
             tls: tls(),
             sockets: None,
             cpus: Cpus::default(),
+            courtesy: Courtesy::default(),
             limits,
             verify: true,
         };
@@ -317,6 +318,7 @@ impl Prefill {
             tcp_connections: connections(),
             sockets: None,
             cpus: Cpus::default(),
+            courtesy: Courtesy::default(),
             limits,
             convert: None,
             verify: true,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use baton_handoff::{MAX_STREAMS, TransferError, TransferLimits, TransportKind};
-use baton_types::{Expects, PoolGeometry, WorkerId};
+use baton_types::{Courtesy, Expects, PoolGeometry, WorkerId};
 
 use crate::convert::Converter;
 use crate::cpus::Cpus;
@@ -93,6 +93,8 @@ pub struct ReceiverOptions {
     pub sockets: Option<PathBuf>,
     /// CPUs that its threads run on. If none are named and there are few, the two ends of a handoff have different ones.
     pub cpus: Cpus,
+    /// When its threads give way to those that compute.
+    pub courtesy: Courtesy,
     /// Bounds on memory and time (I5).
     pub limits: TransferLimits,
     /// Whether arriving blocks are compared with their digests (I2). Only a benchmark may set false.
@@ -124,6 +126,8 @@ pub struct SenderOptions {
     pub sockets: Option<PathBuf>,
     /// CPUs that its threads run on. If none are named and there are few, the two ends of a handoff have different ones.
     pub cpus: Cpus,
+    /// When its threads give way to those that compute.
+    pub courtesy: Courtesy,
     /// Bounds on memory and time (I5).
     pub limits: TransferLimits,
     /// Converts KV for decode pools of another type. None: both pools must have the same type.

@@ -78,6 +78,15 @@ pub struct Batch<'a> {
     pub copies: &'a [BlockCopy],
 }
 
+impl Batch<'_> {
+    /// Whether it goes on with an answer, for whose next token someone waits.
+    pub fn decodes(&self) -> bool {
+        self.rows
+            .iter()
+            .any(|row| row.follows.is_some() || row.sample.is_some_and(|sample| !sample.generated.is_empty()))
+    }
+}
+
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Row<'a> {

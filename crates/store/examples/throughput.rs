@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use baton_kv_store::{BlockKey, BlockName, DiskConfig, Identity, Part, Shape, StoreConfig, Tier};
 use baton_store::{Got, KvStore, Pending, Reading, Settings};
-use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
+use baton_types::{Courtesy, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Buffers of host memory while the disk is measured.
@@ -104,9 +104,18 @@ impl Bench {
     fn host(&self) -> [f64; 4] {
         let blocks = 2 * POOL as u64;
         let config = StoreConfig::new(self.shape.clone(), Identity::default(), blocks as u32, None);
-        let store =
-            KvStore::open(Settings { config, directory: PathBuf::new(), objects: None, threads: 0, about: None }, None)
-                .unwrap();
+        let store = KvStore::open(
+            Settings {
+                config,
+                directory: PathBuf::new(),
+                objects: None,
+                threads: 0,
+                courtesy: Courtesy::default(),
+                about: None,
+            },
+            None,
+        )
+        .unwrap();
         let parts: Vec<Part> = self.shape.parts(1).collect();
         let (mut buffers, mut target) =
             (Pages::new(blocks as usize * self.shape.stride()), Pages::new(self.pool.len()));
@@ -150,7 +159,8 @@ impl Bench {
         let mut config = StoreConfig::new(self.shape.clone(), Identity::default(), BUFFERS, Some(disk));
         config.limits.writes = 16;
         let (directory, threads) = (self.directory.clone(), self.threads);
-        let settings = Settings { config, directory, objects: None, threads, about: None };
+        let settings =
+            Settings { config, directory, objects: None, threads, courtesy: Courtesy::default(), about: None };
         KvStore::open(settings, None).unwrap()
     }
 

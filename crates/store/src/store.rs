@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use baton_kv_store::{
     BlockKey, BlockName, Counters, Decline, Input, Miss, Shape, Store, StoreConfig, Tier, object_bytes,
 };
+use baton_types::Courtesy;
 
 use crate::answers::{Filling, Pending, Reading};
 use crate::folder::FileName;
@@ -31,6 +32,8 @@ pub struct Settings {
     pub objects: Option<Objects>,
     /// Threads for the disk; reads and writes share them.
     pub threads: usize,
+    /// When those threads give way to ones that compute.
+    pub courtesy: Courtesy,
     /// What the KV is of. It is written beside file and objects, for those who look there; None: they can only see sizes.
     pub about: Option<About>,
 }
@@ -78,7 +81,7 @@ impl KvStore {
     /// # Errors
     /// The settings cannot work, another process uses the directory, or there is not enough memory or threads.
     pub fn open(settings: Settings, wake: Option<Wake>) -> Result<KvStore, OpenError> {
-        let Settings { mut config, directory, objects, threads, about } = settings;
+        let Settings { mut config, directory, objects, threads, courtesy, about } = settings;
         // What cannot work is refused, whatever the disk's state.
         config.check()?;
         let files = match config.disk {
@@ -91,15 +94,26 @@ impl KvStore {
             let (identity, stride) = (config.identity, config.shape.stride() as u64);
             about.write(&directory, FileName { identity, stride, records: size.records });
         }
-        KvStore::over(files.map(|files| Box::new(files) as Box<dyn Disk>), objects, config, threads, wake)
+        let disk = files.map(|files| Box::new(files) as Box<dyn Disk>);
+        KvStore::start(disk, objects, config, (threads, &courtesy), wake)
     }
 
-    /// Opens a store over a disk and an object store of the caller's.
+    /// Opens a store over a disk and an object store of the caller's. Its threads give way to nobody.
     pub fn over(
         disk: Option<Box<dyn Disk>>,
         objects: Option<Objects>,
         config: StoreConfig,
         threads: usize,
+        wake: Option<Wake>,
+    ) -> Result<KvStore, OpenError> {
+        KvStore::start(disk, objects, config, (threads, &Courtesy::default()), wake)
+    }
+
+    fn start(
+        disk: Option<Box<dyn Disk>>,
+        objects: Option<Objects>,
+        config: StoreConfig,
+        (threads, courtesy): (usize, &Courtesy),
         wake: Option<Wake>,
     ) -> Result<KvStore, OpenError> {
         let threads = if disk.is_some() { threads.max(1) } else { 0 };
@@ -127,7 +141,7 @@ impl KvStore {
             objects::start(&store.shared, objects, calls)?;
         }
         store.shared.feed(Input::Tick);
-        threads::start(&store.shared, threads)?;
+        threads::start(&store.shared, threads, courtesy)?;
         Ok(store)
     }
 

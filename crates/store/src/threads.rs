@@ -11,11 +11,10 @@ use crate::queue::Work;
 use crate::shared::Shared;
 
 /// Starts the threads.
-pub(crate) fn start(shared: &Arc<Shared>, count: usize) -> std::result::Result<(), OpenError> {
+pub(crate) fn start(shared: &Arc<Shared>, count: usize, courtesy: &Courtesy) -> std::result::Result<(), OpenError> {
     for at in 0..count {
-        let ours = shared.clone();
+        let (ours, mut courtesy) = (shared.clone(), courtesy.clone());
         let body = move || {
-            let mut courtesy = Courtesy::default();
             while let Some(work) = ours.queue.next() {
                 let copied = matches!(work, Work::Read { .. } | Work::Write { .. });
                 let wrote = matches!(work, Work::Write { .. } | Work::Sync);
@@ -24,8 +23,8 @@ pub(crate) fn start(shared: &Arc<Shared>, count: usize) -> std::result::Result<(
                 if let Some(input) = answer {
                     ours.feed(input);
                 }
-                if copied && courtesy.is_due(ours.shape.data_bytes()) {
-                    std::thread::yield_now();
+                if copied {
+                    courtesy.copied(ours.shape.data_bytes());
                 }
             }
             let queue = ours.queue.clone();

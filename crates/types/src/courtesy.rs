@@ -1,36 +1,91 @@
-//! When threads that copy KV give way to others. Knows no thread and no clock: who asks gives way.
+//! When threads that copy KV give way to those that compute. Knows no thread and no clock: it is given what asks for both.
 
-/// Bytes after which a thread gives way: some hundred microseconds of copying.
-const PIECE: usize = 1 << 20;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Bytes after which a thread gives way: some ten to some hundred microseconds of copying.
+const PIECE: usize = 256 << 10;
+/// The longest rest.
+const LONGEST: Duration = Duration::from_millis(20);
+
+/// Whether answers are being decoded on the processors of this process. Whoever computes says so; whoever copies sees it.
+#[derive(Clone, Debug, Default)]
+pub struct Decoding(Arc<AtomicBool>);
+
+impl Decoding {
+    /// Steps decode answers from now on, or they do not.
+    pub fn set(&self, decoding: bool) {
+        self.0.store(decoding, Ordering::Relaxed);
+    }
+
+    /// Whether steps decode answers.
+    pub fn is_on(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What a thread asks of its processor.
+#[derive(Clone, Copy, Debug)]
+pub struct Processor {
+    /// How long the thread that asks has run so far, in processor time.
+    pub ran: fn() -> Duration,
+    /// Has the thread that asks rest for so long. Zero: those who wait for its processor go first.
+    pub rest: fn(Duration),
+}
 
 /// When a thread that copies KV gives way to others. Where a step is computed on the same processors, the step goes on first: whoever is being answered
-/// waits for the next token, while what copies can use the step's pauses. A processor that has nothing else to do loses nothing by it.
+/// waits for the next token. As long as answers are decoded, the thread uses a part of a processor's time only, in small pieces; otherwise it lets
+/// others go first now and then, by which it loses nothing where nobody else has anything to do.
+///
+/// Each thread has its own, cloned from one that was given to all.
 #[derive(Clone, Debug, Default)]
 pub struct Courtesy {
-    /// Bytes since it last was to give way.
+    /// None: it never gives way.
+    beside: Option<Beside>,
+    /// Bytes since it last gave way.
     copied: usize,
+    /// How long the thread had run by then.
+    ran: Duration,
     times: u64,
 }
 
+#[derive(Clone, Debug)]
+struct Beside {
+    decoding: Decoding,
+    /// How long to rest, as a multiple of the time it ran.
+    rests: f64,
+    processor: Processor,
+}
+
 impl Courtesy {
-    /// So many bytes were copied. True after each MiB: the thread is to give way now.
-    pub fn is_due(&mut self, bytes: usize) -> bool {
-        self.copied += bytes;
-        let due = self.copied >= PIECE;
-        if due {
-            self.copied = 0;
-            self.times += 1;
-        }
-        due
+    /// Beside steps that may decode answers. Meanwhile, a thread uses this share of a processor's time, more than 0 and at most 1.
+    pub fn beside(decoding: Decoding, share: f64, processor: Processor) -> Courtesy {
+        let beside = Beside { decoding, rests: 1.0 / share.clamp(0.01, 1.0) - 1.0, processor };
+        Courtesy { beside: Some(beside), ..Courtesy::default() }
     }
 
-    /// For tests: the next byte makes it due.
+    /// So many bytes were copied, or are about to be. Gives way after each 256 KiB, for at most 20 ms.
+    pub fn copied(&mut self, bytes: usize) {
+        self.copied += bytes;
+        if self.copied < PIECE {
+            return;
+        }
+        (self.copied, self.times) = (0, self.times + 1);
+        let Some(Beside { decoding, rests, processor }) = &self.beside else { return };
+        let ran = (processor.ran)();
+        let since = ran.saturating_sub(std::mem::replace(&mut self.ran, ran)).min(LONGEST);
+        (processor.rest)(if decoding.is_on() { since.mul_f64(*rests).min(LONGEST) } else { Duration::ZERO });
+    }
+
+    /// For tests: the next byte makes it give way.
     #[cfg(feature = "testing")]
     pub fn nearly(&mut self) {
         self.copied = PIECE - 1;
     }
 
-    /// How often it was to give way.
+    /// For tests: how often it gave way.
+    #[cfg(feature = "testing")]
     pub fn times(&self) -> u64 {
         self.times
     }
@@ -38,12 +93,45 @@ impl Courtesy {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::{Cell, RefCell};
+
     use super::*;
 
+    thread_local! {
+        static RAN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+        static RESTS: RefCell<Vec<Duration>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// Each piece takes a millisecond.
+    const PROCESSOR: Processor = Processor {
+        ran: || RAN.with(|ran| ran.replace(ran.get() + Duration::from_millis(1))),
+        rest: |time| RESTS.with(|rests| rests.borrow_mut().push(time)),
+    };
+
+    /// Rests, in ms, after this many halves of a piece.
+    fn rests(courtesy: &mut Courtesy, halves: usize) -> Vec<u128> {
+        (0..halves).for_each(|_| courtesy.copied(PIECE / 2));
+        RESTS.with(|rests| rests.take().iter().map(Duration::as_millis).collect())
+    }
+
     #[test]
-    fn it_is_due_after_each_piece() {
-        let mut courtesy = Courtesy::default();
-        let due: Vec<_> = (0..6).map(|_| courtesy.is_due(PIECE / 2)).collect();
-        assert_eq!((due, courtesy.times()), (vec![false, true, false, true, false, true], 3));
+    fn it_rests_for_its_share_while_answers_are_decoded() {
+        let decoding = Decoding::default();
+        let mut courtesy = Courtesy::beside(decoding.clone(), 0.125, PROCESSOR);
+        assert_eq!(rests(&mut courtesy, 5), [0, 0], "others go first");
+        decoding.set(true);
+        assert_eq!(rests(&mut courtesy, 4), [7, 7]);
+        RAN.with(|ran| ran.set(ran.get() + Duration::from_secs(60)));
+        assert_eq!(rests(&mut courtesy, 4), [20, 7], "it ran for something else before");
+        decoding.set(false);
+        assert_eq!(rests(&mut courtesy, 3), [0, 0]);
+        assert_eq!(courtesy.times(), 8);
+        decoding.set(true);
+        assert_eq!(rests(&mut Courtesy::beside(decoding, 1.0, PROCESSOR), 4), [0, 0], "a processor of its own");
+    }
+
+    #[test]
+    fn without_steps_beside_it_gives_way_to_nobody() {
+        assert_eq!(rests(&mut Courtesy::default(), 4), []);
     }
 }

@@ -24,7 +24,7 @@ mod words;
 
 pub use class::Class;
 pub use constraint::Constraint;
-pub use courtesy::Courtesy;
+pub use courtesy::{Courtesy, Decoding, Processor};
 pub use device::{
     DEVICE_JOBS, DeviceError, DeviceMemory, DeviceQueue, JobDone, MemoryKind, Moving, OpenedBy, PoolHandle,
     Registrable, Staged,

@@ -71,6 +71,7 @@ fn receiving(node: &Node) -> ReceiverOptions {
         tls: node.transfer_tls(),
         sockets: node.config.transfers.transfer_sockets.clone(),
         cpus: transfer_cpus(&node.config),
+        courtesy: node.courtesy.clone(),
         limits: node.config.transfer_limits(),
         verify: true,
     }
@@ -87,6 +88,7 @@ fn sending(node: &Node) -> SenderOptions {
         tcp_connections: node.config.transfers.tcp_connections,
         sockets: node.config.transfers.transfer_sockets.clone(),
         cpus: transfer_cpus(&node.config),
+        courtesy: node.courtesy.clone(),
         limits: node.config.transfer_limits(),
         convert: Some(kv_converter()),
         verify: true,

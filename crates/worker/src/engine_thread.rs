@@ -10,6 +10,7 @@ use baton_engine::{Batch, Exchange as Prefix, ModelRunner, NewSequence, RunError
 use baton_roles::{Effect, IDLE_TICK, Input, RoleCore, Snapshot, StepLaunch, WorkerCore, Write};
 use baton_runtime::metrics as names;
 use baton_transfer::{ReceiverEvent, TransferError};
+use baton_types::Decoding;
 use metrics::{counter, histogram};
 use tokio::sync::{oneshot, watch};
 
@@ -174,6 +175,8 @@ pub(crate) struct Shells<S: Shell> {
     pub columns: Option<Columns>,
     /// Counts what steps achieve. `None`: nobody counts.
     pub achieved: Option<Achieved>,
+    /// Where it says whether answers are decoded on the processors of this process.
+    pub decoding: Decoding,
 }
 
 /// Starts the thread. `timeout` is the longest time that a step may take; by default what suits the model's device. Others hear of it through
@@ -190,7 +193,7 @@ pub(crate) fn start<S: Shell>(
     let Inbox { messages, snapshot, stall } = inbox;
     let watchdog = Watchdog::start(runner.device(), timeout, stall.clone())?;
     let reporter = Reporter { snapshot, told };
-    let Shells { role: shell, exchange, tiers, columns, achieved } = shells;
+    let Shells { role: shell, exchange, tiers, columns, achieved, decoding } = shells;
     let thread = Thread {
         core,
         runner,
@@ -199,6 +202,7 @@ pub(crate) fn start<S: Shell>(
         tiers,
         columns,
         achieved,
+        decoding,
         inbox: messages,
         reporter,
         watchdog,
@@ -218,6 +222,7 @@ struct Thread<S: Shell> {
     tiers: Option<TiersShell>,
     columns: Option<Columns>,
     achieved: Option<Achieved>,
+    decoding: Decoding,
     inbox: Receiver<Message<S::Command>>,
     reporter: Reporter,
     watchdog: Watchdog,
@@ -249,6 +254,9 @@ impl<S: Shell> Thread<S> {
     /// Feeds all queued messages to the core. With nothing else to do, waits up to [`IDLE_TICK`] for the first.
     fn take_messages(&mut self) {
         let mut wait = self.core.waits();
+        if wait {
+            self.decoding.set(false);
+        }
         loop {
             let next = if wait { self.inbox.recv_timeout(IDLE_TICK).ok() } else { self.inbox.try_recv().ok() };
             let Some(message) = next else { return };
@@ -336,13 +344,18 @@ impl<S: Shell> Thread<S> {
     }
 
     fn launch(&mut self, mut launch: StepLaunch) -> In<S> {
-        let Thread { core, runner, shell, tiers, watchdog, .. } = self;
+        let Thread { core, runner, shell, tiers, watchdog, decoding, .. } = self;
         let (step, call) = (launch.step(), Call::Launch(launch.step(), launch.tokens()));
         let of = |load| tiers.as_ref().and_then(|tiers| tiers.loading(load)).unwrap_or_else(Loading::none);
         let loading = launch.behind().map(of);
         // A write may wait for a peer. That wait has its own bound, so the watchdog does not count it.
         let mut stored = |layer| watchdog.aside(|| launch.stored(layer, |write| shell.write(write)));
-        let mut run = |batch: &Batch<'_>| launch_behind(&mut **runner, batch, loading.as_deref(), &mut stored);
+        // A device computes without the processors.
+        let on_processors = runner.device().is_none();
+        let mut run = |batch: &Batch<'_>| {
+            decoding.set(on_processors && batch.decodes());
+            launch_behind(&mut **runner, batch, loading.as_deref(), &mut stored)
+        };
         let launched = core.with_batch(step, |batch| watchdog.during(call, || run(batch)));
         let outcome = launched.unwrap_or_else(|| Err(unplanned(step)));
         Input::Launched { launch, outcome }
@@ -380,7 +393,7 @@ fn load_for<S: Shell>(tiers: &TiersShell, message: &Message<S::Command>) -> Opti
 
 #[cfg(test)]
 mod tests {
-    use baton_engine::fake::tiny_layout;
+    use baton_engine::fake::{FakeModel, tiny_layout};
     use baton_engine::{CacheConfig, Engine, EngineConfig, NewSequence, Order, Share, Start};
     use baton_roles::{Decode, Ticket, decode};
     use baton_types::{ErrorKind, PoolGeometry, RequestId, SamplingParams, TokenOut};
@@ -431,6 +444,11 @@ mod tests {
 
     /// A decode worker's engine thread over this runner, and the effects of its role.
     fn started(runner: impl ModelRunner + 'static) -> (Handle, Receiver<decode::Effect>) {
+        started_beside(runner, Decoding::default())
+    }
+
+    /// The same; it says in `decoding` when it decodes.
+    fn started_beside(runner: impl ModelRunner + 'static, decoding: Decoding) -> (Handle, Receiver<decode::Effect>) {
         let limits = EngineConfig {
             token_budget: 16,
             chunk: 16,
@@ -449,17 +467,22 @@ mod tests {
         let core = WorkerCore::new(engine, Decode::new(IDLE_TICK, 50), geometry.layout.into(), IDLE_TICK, false);
         let (tell, effects) = channel();
         let (handle, inbox) = channels();
-        let shells = Shells { role: Telling(tell), exchange: None, tiers: None, columns: None, achieved: None };
+        let shells =
+            Shells { role: Telling(tell), exchange: None, tiers: None, columns: None, achieved: None, decoding };
         start(core, Box::new(runner), Clock::start(), None, unheard(), inbox, shells).unwrap();
         (handle, effects)
     }
 
     fn generate(handle: &Handle, name: &str) {
+        generate_tokens(handle, name, 1);
+    }
+
+    fn generate_tokens(handle: &Handle, name: &str, max_tokens: u32) {
         let new = NewSequence {
             request_id: RequestId(name.to_owned()),
             tokens: vec![1, 2, 3],
             prompt_tokens: 3,
-            params: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
+            params: SamplingParams { max_tokens, ..SamplingParams::default() },
             start: Start::Compute,
             deadline: None,
             prefix: None,
@@ -502,6 +525,47 @@ mod tests {
 
         fn collect(&mut self, _: &Batch<'_>, _: &mut Vec<TokenOut>) -> Result<(), RunError> {
             Ok(())
+        }
+    }
+
+    /// Tells what each step finds: whether it is said that answers are decoded.
+    struct Hearing {
+        model: FakeModel,
+        decoding: Decoding,
+        heard: Sender<bool>,
+        device: Option<String>,
+    }
+
+    impl ModelRunner for Hearing {
+        fn launch(&mut self, batch: &Batch<'_>, on_layer: &mut dyn FnMut(u32)) -> Result<(), RunError> {
+            self.heard.send(self.decoding.is_on()).unwrap();
+            self.model.launch(batch, on_layer)
+        }
+
+        fn collect(&mut self, batch: &Batch<'_>, out: &mut Vec<TokenOut>) -> Result<(), RunError> {
+            self.model.collect(batch, out)
+        }
+
+        fn device(&self) -> Option<String> {
+            self.device.clone()
+        }
+    }
+
+    #[test]
+    fn it_says_when_it_decodes_on_processors() {
+        for (device, expected) in [(None, [false, true, true]), (Some("device".to_owned()), [false; 3])] {
+            let ((heard, hears), decoding) = (channel(), Decoding::default());
+            let model = FakeModel::new(PoolGeometry::uniform(tiny_layout(4), 30), 50);
+            let runner = Hearing { model, decoding: decoding.clone(), heard, device };
+            let (handle, effects) = started_beside(runner, decoding.clone());
+            generate_tokens(&handle, "first", 3);
+            assert_eq!(expected, [(); 3].map(|()| hears.recv().unwrap()));
+            // It says so until it has nothing more to do.
+            while decoding.is_on() {
+                std::thread::yield_now();
+            }
+            drop(handle);
+            effects.iter().for_each(drop);
         }
     }
 

@@ -12,7 +12,7 @@ use baton_roles::WorkerCore;
 use baton_runtime::metrics as names;
 use baton_runtime::tls::{TlsRole, alpn};
 use baton_runtime::{AdminRoutes, Outcome, Process, Tls, secret_in};
-use baton_types::{WorkerId, random_u64};
+use baton_types::{Courtesy, Decoding, WorkerId, random_u64};
 use metrics::gauge;
 use tokio::sync::watch;
 use tonic::Status;
@@ -20,6 +20,7 @@ use tonic::service::{InterceptorLayer, Routes};
 
 use crate::achieved::Achieved;
 use crate::columns::{self, Columns};
+use crate::courtesy::courtesy;
 use crate::door;
 use crate::ends::KvEnds;
 use crate::engine_thread::Shells;
@@ -86,6 +87,8 @@ pub struct Node {
     pub tls: Option<Tls>,
     /// From which the names of its blocks follow.
     pub secret: NameSecret,
+    /// When threads that copy KV give way to its steps.
+    pub courtesy: Courtesy,
 }
 
 /// A random id, never 0.
@@ -179,7 +182,9 @@ impl Node {
             engine.note_fetched();
         }
         let (id, clock) = (random_worker_id(), crate::Clock::start());
-        let node = Node { id, vocab, grammars, clock, geometry, pool, config, tls, secret };
+        let decoding = Decoding::default();
+        let courtesy = courtesy(decoding.clone());
+        let node = Node { id, vocab, grammars, clock, geometry, pool, config, tls, secret, courtesy };
         let (clock, timeout) = (node.clock, node.config.step_timeout);
         let layout = node.geometry.layout.clone().into();
         let by_layer = runner.reads_by_layer();
@@ -203,6 +208,7 @@ impl Node {
             tiers,
             columns: Some(Columns::of(&node)),
             achieved: Some(Achieved::new(costs)),
+            decoding,
         };
         engine_thread::start(core, runner, clock, timeout, told, inbox, shells)?;
         let publisher = Arc::clone(&news);

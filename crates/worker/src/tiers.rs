@@ -118,7 +118,8 @@ pub(crate) fn open(node: &Node, backend: &str) -> Result<Option<Arc<KvStore>>, W
     };
     let directory = kv_disk.clone().unwrap_or_else(PathBuf::new);
     let objects = kv_object.as_deref().map(Objects::open).transpose()?;
-    let settings = Settings { config, directory, objects, threads: DISK_THREADS, about: Some(about) };
+    let courtesy = node.courtesy.clone();
+    let settings = Settings { config, directory, objects, threads: DISK_THREADS, courtesy, about: Some(about) };
     Ok(Some(Arc::new(KvStore::open(settings, None)?)))
 }
 

@@ -283,6 +283,7 @@ fn a_session_has_as_many_connections_as_are_asked_for_and_may_be() {
             tcp_connections,
             sockets: None,
             cpus: Cpus::default(),
+            courtesy: Courtesy::default(),
             limits: patient(),
             convert: None,
             verify: true,

@@ -14,6 +14,7 @@ fn receiver(folder: &Path, geometry: &PoolGeometry) -> (Receiver, mpsc::Receiver
         tls: tls(),
         sockets: Some(folder.to_owned()),
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         verify: true,
     };
@@ -32,6 +33,7 @@ fn prefill(folder: Option<&Path>, geometry: &PoolGeometry, transport: TransportC
         tcp_connections: connections(),
         sockets: folder.map(Path::to_owned),
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         convert: None,
         verify: true,

@@ -312,6 +312,7 @@ fn options_that_cannot_work_are_named() {
             tls: tls(),
             sockets: None,
             cpus: Cpus::default(),
+            courtesy: Courtesy::default(),
             limits: TransferLimits::default(),
             verify: true,
         };
@@ -345,6 +346,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         tls: tls(),
         sockets: None,
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         verify: true,
     };
@@ -368,6 +370,7 @@ fn who_cannot_be_reached_by_ucx_is_written_to_over_tcp() {
         tcp_connections: connections(),
         sockets: None,
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         convert: None,
         verify: true,

@@ -24,6 +24,7 @@ fn sessions_of(cpus: &Cpus) -> [Cpus; 2] {
         tls: tls(),
         sockets: None,
         cpus: cpus.clone(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         verify: true,
     };
@@ -38,6 +39,7 @@ fn sessions_of(cpus: &Cpus) -> [Cpus; 2] {
         tcp_connections: connections(),
         sockets: None,
         cpus: cpus.clone(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         convert: None,
         verify: true,

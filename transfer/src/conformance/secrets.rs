@@ -75,6 +75,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
         tls: decode,
         sockets: None,
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         verify: true,
     };
@@ -90,6 +91,7 @@ fn between(decode: Option<Tls>, prefill: Option<Tls>, friend: Option<Tls>) -> Re
             tcp_connections: connections(),
             sockets: None,
             cpus: Cpus::default(),
+            courtesy: Courtesy::default(),
             limits: TransferLimits::default(),
             convert: None,
             verify: true,
@@ -175,6 +177,7 @@ fn with_tls_the_choice_leaves_out_what_encrypts_nothing() {
                 tcp_connections: connections(),
                 sockets: None,
                 cpus: Cpus::default(),
+                courtesy: Courtesy::default(),
                 limits: patient(),
                 convert: None,
                 verify: true,

@@ -41,6 +41,7 @@ fn converting(geometry: PoolGeometry, choice: TransportChoice, converter: Conver
         tcp_connections: connections(),
         sockets: None,
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         convert: Some(converter),
         verify: true,

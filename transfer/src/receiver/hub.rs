@@ -188,7 +188,7 @@ impl Hub {
 impl Hub {
     /// A hub with a small pool, room for this many sessions, and an owner that ignores events.
     pub(crate) fn alone(connections: usize) -> Hub {
-        use baton_types::{KvDtype, KvGroup, KvLayout, PoolGeometry};
+        use baton_types::{Courtesy, KvDtype, KvGroup, KvLayout, PoolGeometry};
         let group = KvGroup { layers: vec![0], planes: 2, kv_heads: 1, head_dim: 8, window: None, sinks: 0 };
         let layout = KvLayout { version: 1, model: 1, dtype: KvDtype::F32, block_size: 4, groups: vec![group] };
         let geometry = PoolGeometry::uniform(layout, 4);
@@ -203,6 +203,7 @@ impl Hub {
             tls: None,
             sockets: None,
             cpus: crate::Cpus::default(),
+            courtesy: Courtesy::default(),
             limits: crate::TransferLimits { connections, ..crate::TransferLimits::default() },
             verify: true,
         };

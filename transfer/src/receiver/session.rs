@@ -57,7 +57,7 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(hub: Arc<Hub>, mail: Arc<Mail>, link: Link, inbound: Inbound, welcomed: Welcomed) -> Session {
         let Welcomed { kind, ucx, reach } = welcomed;
-        let (more, courtesy) = (Vec::new(), Courtesy::default());
+        let (more, courtesy) = (Vec::new(), hub.options.courtesy.clone());
         Session { hub, mail, link, more, kind, ucx, reach, staged: false, inbound, pool_given: false, courtesy }
     }
 
@@ -179,7 +179,9 @@ impl Session {
     fn take_in(&mut self, stream: usize, frame: Frame) -> Result<(), TransferError> {
         // Any frame may end a handoff.
         self.settle()?;
-        if let Frame::Write(head) = &frame {
+        if let Frame::Write(head) = &frame
+            && self.kind != TransportKind::Tcp
+        {
             self.give_way(head.group.into(), head.indexes.len());
         }
         let now = Instant::now();
@@ -187,13 +189,11 @@ impl Session {
         self.link.flush().map_err(|e| self.lost(e))
     }
 
-    /// Lets others go on now and then, before so many blocks of a layer are taken in.
+    /// Gives way now and then, before so many blocks of a layer are taken in. Over TCP, it does so as their bytes come.
     fn give_way(&mut self, group: usize, blocks: usize) {
         let layout = &self.hub.options.geometry.layout;
         let bytes = layout.groups.get(group).map_or(0, |_| layout.block_bytes(group));
-        if self.courtesy.is_due(bytes * blocks) {
-            std::thread::yield_now();
-        }
+        self.courtesy.copied(bytes * blocks);
     }
 
     fn read_payload(&mut self, joined: Option<usize>) -> Result<bool, TransferError> {
@@ -217,6 +217,7 @@ impl Session {
             match got {
                 Ok(Got::Bytes(count)) => {
                     payload.advance(count);
+                    self.courtesy.copied(count);
                     self.heard()?;
                 }
                 Ok(Got::Blocked) => return Ok(false),

@@ -155,7 +155,7 @@ impl Session {
         };
         outbound.reaches(Pools { local, remote: remote.clone(), batch_bytes, verify });
         let (meter, unread, stuck, held) = (Meter::default(), false, None, Vec::new());
-        let (transport, courtesy) = (None, Courtesy::default());
+        let (transport, courtesy) = (None, options.courtesy.clone());
         Session { plan, queue, links, kind, remote, transport, outbound, meter, unread, stuck, held, courtesy }
     }
 
@@ -383,9 +383,7 @@ impl Session {
             let mut memory = self.plan.pool().host().ok().map(|segment| unsafe { segment.still() });
             let memory = memory.as_mut().map(|memory| memory as &mut dyn PoolMemory).filter(|_| !transport.digests());
             if let Some(batch) = self.outbound.next_batch(memory, now)? {
-                if self.courtesy.is_due(batch.bytes()) {
-                    std::thread::yield_now();
-                }
+                self.courtesy.copied(batch.bytes());
                 self.meter.submitted(batch.epoch, batch.bytes() as u64, Instant::now());
                 transport.submit(Load::new(batch), &mut self.links)?;
                 return Ok(true);

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use baton_transfer::{Pool, Sender, SenderOptions, TransferError, TransferLimits, TransportChoice, TransportKind};
-use baton_types::{BlockId, PoolGeometry, WorkerId, hash_bytes};
+use baton_types::{BlockId, Decoding, PoolGeometry, WorkerId, hash_bytes};
 
 use super::control::{HANDOFF_PATIENCE, machine};
 use super::memory::Memory;
@@ -200,6 +200,7 @@ fn sender(number: u64, way: Way, options: &BenchOptions, pool: Pool) -> Result<S
         tcp_connections: connections,
         sockets: options.sockets.clone(),
         cpus: options.cpus.clone(),
+        courtesy: baton_worker::courtesy(Decoding::default()),
         limits: TransferLimits::default(),
         convert: None,
         verify,

@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 
 use anyhow::{Context, Error, bail};
 use baton_transfer::{Cpus, Receiver, ReceiverEvent, ReceiverOptions, Segment, TransferLimits, UcxSettings, Wanted};
-use baton_types::{BlockId, Epoch, PoolGeometry, WorkerId, hex, random_u64};
+use baton_types::{BlockId, Decoding, Epoch, PoolGeometry, WorkerId, hex, random_u64};
 
 use super::control::{Control, HANDOFF_PATIENCE, PLAIN_CHUNK, TALK, machine};
 use super::measure::order;
@@ -120,6 +120,7 @@ impl Pool {
                 tls: None,
                 sockets: options.sockets.clone(),
                 cpus: options.cpus.clone(),
+                courtesy: baton_worker::courtesy(Decoding::default()),
                 limits: TransferLimits::default(),
                 verify,
             };

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use baton_kv_store::{Identity, ObjectConfig, StoreConfig};
 use baton_store::{Bucket, KvStore, ObjectSum, Objects, Settings};
+use baton_types::Courtesy;
 
 use crate::common::{LONG, config, put_all};
 use crate::folder::settings;
@@ -19,8 +20,11 @@ fn store(directory: &Path, numerics: u64, told: bool) -> KvStore {
     let config = StoreConfig { identity, disk: None, object: Some(ObjectConfig { most: 1000 }), ..config(8) };
     let objects = Some(Objects::open(&url(directory)).unwrap());
     let about = about.filter(|_| told);
-    let store =
-        KvStore::open(Settings { config, objects, about, directory: PathBuf::new(), threads: 0 }, None).unwrap();
+    let store = KvStore::open(
+        Settings { config, objects, about, directory: PathBuf::new(), threads: 0, courtesy: Courtesy::default() },
+        None,
+    )
+    .unwrap();
     assert!(store.settled(LONG));
     store
 }

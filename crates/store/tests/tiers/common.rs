@@ -6,6 +6,7 @@ use std::time::Duration;
 use baton_kv_store::testing::{data, key, shape};
 use baton_kv_store::{BlockKey, Decline, DiskConfig, Identity, Miss, StoreConfig, Tier};
 use baton_store::{Got, KvStore, Reading, Settings};
+use baton_types::Courtesy;
 
 pub const LONG: Duration = Duration::from_secs(60);
 
@@ -16,7 +17,14 @@ pub fn config(buffers: u32) -> StoreConfig {
 
 pub fn open(directory: &Path, config: StoreConfig) -> KvStore {
     let store = KvStore::open(
-        Settings { config, directory: directory.to_owned(), objects: None, threads: 4, about: None },
+        Settings {
+            config,
+            directory: directory.to_owned(),
+            objects: None,
+            threads: 4,
+            courtesy: Courtesy::default(),
+            about: None,
+        },
         None,
     )
     .unwrap();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use baton_kv_store::testing::shape;
 use baton_kv_store::{Identity, Miss, StoreConfig, Tier};
 use baton_store::{KvStore, OpenError, Settings};
+use baton_types::Courtesy;
 
 use crate::common::{LONG, config, get, key_of, on_disk, open, put_all};
 
@@ -99,6 +100,7 @@ fn a_directory_belongs_to_one_store() {
             directory: directory.path().to_owned(),
             objects: None,
             threads: 1,
+            courtesy: Courtesy::default(),
             about: None,
         };
         KvStore::open(settings, None)

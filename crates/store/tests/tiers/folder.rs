@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use baton_kv_store::testing::shape;
 use baton_kv_store::{Identity, StoreConfig};
 use baton_store::{About, Folder, KvStore, Looked, OpenError, Settings};
-use baton_types::{KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
+use baton_types::{Courtesy, KvDtype, KvGroup, KvLayout, PROTOCOL_VERSION};
 
 use crate::common::{LONG, config, key_of, put_all};
 
@@ -20,7 +20,14 @@ pub fn settings(directory: &std::path::Path) -> Settings {
     let identity = Identity { layout: layout().fingerprint(), numerics: 2 };
     let config = StoreConfig { identity, ..config(16) };
     let about = Some(About { model: "tiny".into(), backend: "cpu".into(), tp: 1, layout: layout() });
-    Settings { config, directory: directory.to_owned(), objects: None, threads: 2, about }
+    Settings {
+        config,
+        directory: directory.to_owned(),
+        objects: None,
+        threads: 2,
+        courtesy: Courtesy::default(),
+        about,
+    }
 }
 
 fn sums(looked: &Looked) -> (u64, u64, u64) {

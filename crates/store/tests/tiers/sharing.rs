@@ -1,14 +1,14 @@
 //! Many who use a store at once.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-
-use std::time::Instant;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
 
 use baton_kv_store::testing::data;
 use baton_kv_store::{Miss, StoreConfig, StoreLimits, Tier};
 use baton_store::{Event, Got, KvStore, Settings};
 use baton_types::testing::Random;
+use baton_types::{Courtesy, Decoding, Processor};
 
 use crate::common::{LONG, config, get, key_of, on_disk, open, put, put_all};
 
@@ -71,8 +71,14 @@ fn who_waits_is_woken_and_a_part_can_be_read_alone() {
     let directory = tempfile::tempdir().unwrap();
     let woken = Arc::new(AtomicU32::new(0));
     let count = woken.clone();
-    let settings =
-        Settings { config: config(16), directory: directory.path().to_owned(), objects: None, threads: 2, about: None };
+    let settings = Settings {
+        config: config(16),
+        directory: directory.path().to_owned(),
+        objects: None,
+        threads: 2,
+        courtesy: Courtesy::default(),
+        about: None,
+    };
     let store = KvStore::open(
         settings,
         Some(Box::new(move || {
@@ -101,6 +107,41 @@ fn who_waits_is_woken_and_a_part_can_be_read_alone() {
     reading.damaged();
     assert_eq!(store.counters().verify_failures, [1, 0, 0]);
     assert_eq!(get(&store, number), Ok(Tier::Disk), "the disk's copy is still there");
+}
+
+/// How long the disk's threads rested, in ns; they say it to nobody else.
+static RESTED: AtomicU64 = AtomicU64::new(0);
+
+#[test]
+fn the_threads_of_the_disk_rest_while_answers_are_decoded() {
+    let directory = tempfile::tempdir().unwrap();
+    let decoding = Decoding::default();
+    let processor = Processor {
+        ran: || Duration::from_millis(1),
+        rest: |time| {
+            RESTED.fetch_add(time.as_nanos() as u64, SeqCst);
+        },
+    };
+    let mut courtesy = Courtesy::beside(decoding.clone(), 0.5, processor);
+    // What each thread copies first makes it give way.
+    courtesy.nearly();
+    let directory = directory.path().to_owned();
+    let open = || {
+        let (directory, courtesy) = (directory.clone(), courtesy.clone());
+        let settings = Settings { config: config(16), directory, objects: None, threads: 1, courtesy, about: None };
+        KvStore::open(settings, None).unwrap()
+    };
+    let store = open();
+    assert!(store.settled(LONG));
+    put_all(&store, 0..1);
+    drop(store);
+    assert_eq!(RESTED.load(SeqCst), 0, "nobody waits for a token");
+    decoding.set(true);
+    let store = open();
+    assert!(store.settled(LONG));
+    assert_eq!(get(&store, 0), Ok(Tier::Disk));
+    drop(store);
+    assert_eq!(RESTED.load(SeqCst), 1_000_000, "as long as it ran");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use baton_kv_store::{DiskConfig, ObjectConfig, StoreConfig, Tier};
 use baton_store::{KvStore, Objects, OpenError, Settings};
+use baton_types::Courtesy;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -48,7 +49,14 @@ impl Subscriber for Warnings {
 }
 
 fn settings(directory: &Path, config: StoreConfig, objects: Option<Objects>) -> Settings {
-    Settings { config, directory: directory.to_owned(), objects, threads: 2, about: None }
+    Settings {
+        config,
+        directory: directory.to_owned(),
+        objects,
+        threads: 2,
+        courtesy: Courtesy::default(),
+        about: None,
+    }
 }
 
 /// A store with an object store that is opened over a disk that cannot be used has what the others have, and one warning was logged.

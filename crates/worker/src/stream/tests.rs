@@ -8,7 +8,7 @@ use baton_engine::fake::{FakeModel, tiny_layout};
 use baton_engine::{Batch, CacheConfig, Engine, EngineConfig, ModelRunner, NewSequence, Order, RunError, Share, Start};
 use baton_roles::{Decode, WorkerCore, Write, decode};
 use baton_transfer::{FenceState, TransferError};
-use baton_types::{PoolGeometry, RequestId, SamplingParams, TokenOut};
+use baton_types::{Decoding, PoolGeometry, RequestId, SamplingParams, TokenOut};
 use tokio_stream::StreamExt;
 
 use super::*;
@@ -138,8 +138,14 @@ fn engine_on(
     let (tell, told) = std_mpsc::channel();
     let model = wrap(FakeModel::new(geometry, 50));
     let (handle, inbox) = channels();
-    let shells =
-        Shells { role: Probe(tell, Streams::default()), exchange: None, tiers: None, columns: None, achieved: None };
+    let shells = Shells {
+        role: Probe(tell, Streams::default()),
+        exchange: None,
+        tiers: None,
+        columns: None,
+        achieved: None,
+        decoding: Decoding::default(),
+    };
     start(core, model, Clock::start(), Some(timeout), unheard(), inbox, shells).unwrap();
     (handle, told)
 }

@@ -8,12 +8,17 @@ use super::{LEAST_PATIENCE, PATIENCE};
 /// tier, too: that is how long a prompt waits on this machine.
 #[derive(Debug, Default)]
 pub(super) struct Courtesy {
-    due: baton_types::Courtesy,
+    of: baton_types::Courtesy,
     /// Gives way no longer than this. None: always.
     until: Option<Instant>,
 }
 
 impl Courtesy {
+    /// One that gives way as this one does.
+    pub fn new(of: baton_types::Courtesy) -> Courtesy {
+        Courtesy { of, until: None }
+    }
+
     /// A load begins that is expected to take so many seconds. It gives way for half of its patience at most, and does not wait until it is given up.
     pub fn load(&mut self, seconds: f64) {
         let half =
@@ -28,21 +33,21 @@ impl Courtesy {
 
     /// So many bytes were copied. Gives way, if it is time.
     pub fn copied(&mut self, bytes: usize) {
-        if self.until.is_none_or(|until| Instant::now() < until) && self.due.is_due(bytes) {
-            std::thread::yield_now();
+        if self.until.is_none_or(|until| Instant::now() < until) {
+            self.of.copied(bytes);
         }
     }
 
     /// What is copied next makes it give way.
     #[cfg(test)]
     pub fn nearly(&mut self) {
-        self.due.nearly();
+        self.of.nearly();
     }
 
     /// How often it gave way.
     #[cfg(test)]
     pub fn times(&self) -> u64 {
-        self.due.times()
+        self.of.times()
     }
 }
 

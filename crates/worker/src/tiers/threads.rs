@@ -59,7 +59,7 @@ impl Parts<'_> {
             together: if self.by_layer { (self.slots / 4).min(TOGETHER) } else { 0 },
             layered: Arc::clone(layered),
             garbled: Arc::clone(self.garbled),
-            courtesy: Courtesy::default(),
+            courtesy: Courtesy::new(self.node.courtesy.clone()),
             digests: Vec::new(),
         })
     }

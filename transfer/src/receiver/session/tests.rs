@@ -52,11 +52,17 @@ const EPOCH: Epoch = Epoch(1);
 
 #[test]
 fn a_session_gives_way_to_others_as_blocks_come() {
-    let (mut session, _around) = midway(true);
-    session.courtesy.nearly();
+    let (mut session, mut around) = midway(true);
     let head = WriteHead { epoch: Epoch(9), group: 0, layer: 0, payload: 0, indexes: vec![0] };
-    session.take_in(0, Frame::Write(head)).unwrap();
+    session.courtesy.nearly();
+    around.arrive(&mut session, 1);
     assert_eq!(session.courtesy.times(), 1);
+    session.courtesy.nearly();
+    session.take_in(0, Frame::Write(head.clone())).unwrap();
+    assert_eq!(session.courtesy.times(), 1, "the bytes come later");
+    session.kind = TransportKind::Shm;
+    session.take_in(0, Frame::Write(head)).unwrap();
+    assert_eq!(session.courtesy.times(), 2, "the bytes are there");
 }
 
 /// What is around a session.

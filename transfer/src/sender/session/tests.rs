@@ -30,6 +30,7 @@ pub(crate) fn plan() -> Arc<Plan> {
         tcp_connections: 1,
         sockets: None,
         cpus: Cpus::default(),
+        courtesy: Courtesy::default(),
         limits: TransferLimits::default(),
         convert: None,
         verify: true,
