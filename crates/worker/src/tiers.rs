@@ -49,7 +49,7 @@ const FLUSH: Duration = Duration::from_secs(5);
 /// Metrics are updated so often, and the store is told the time.
 const COUNT_EVERY: Duration = Duration::from_millis(200);
 /// Revision of whatever changes a bit of K or V (I1). KV of another revision is not read.
-const NUMERICS: u64 = 2;
+const NUMERICS: u64 = 3;
 
 /// The store of one worker, and what moves between it and the pool.
 pub(crate) struct TiersShell {

@@ -124,11 +124,6 @@ unsafe impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> __m256 {
-        // SAFETY: see the impl block.
-        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()))) }
-    }
-    #[inline(always)]
     unsafe fn store_f16(p: *mut f16, x: __m256) {
         // SAFETY: see the impl block.
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }

@@ -153,7 +153,6 @@ unsafe impl Simd for Vnni {
     as_avx2! {
         load_f16(p: *const f16) -> __m256;
         load_bf16(p: *const bf16) -> __m256;
-        load_u8(p: *const u8) -> __m256;
         store_f16(p: *mut f16, x: __m256);
         store_bf16(p: *mut bf16, x: __m256);
         abs(a: __m256) -> __m256;

@@ -50,6 +50,18 @@ pub unsafe trait Dots: Simd {
     unsafe fn beside(first: Self::F, second: Self::F) -> Outputs<Self>;
     /// Integers as f32.
     unsafe fn to_f32(x: Self::I) -> Outputs<Self>;
+    /// No sum yet.
+    unsafe fn zero() -> Self::I;
+    /// `a + b` in 32 bits.
+    unsafe fn plus(a: Self::I, b: Self::I) -> Self::I;
+    /// `a · b + c` in 32 bits.
+    unsafe fn mul_add(a: Self::I, b: Self::I, c: Self::I) -> Self::I;
+    /// Eight unsigned bytes of each panel.
+    unsafe fn bytes(at: Panels) -> Self::I;
+    /// The same of two places, as pairs of 16 bits.
+    unsafe fn pairs(first: Panels, second: Panels) -> Self::I;
+    /// `sum`, and each pair times the two numbers at `by`, added.
+    unsafe fn add_pairs(sum: Self::I, pairs: Self::I, by: *const i16) -> Self::I;
     /// Dot products of one group of 32 unsigned 4-bit weights of each output with `T` activation groups.
     /// `w`: 128 bytes a panel; the low nibbles of 32-byte vector i hold weights 4i..4i+4 of each row, the high nibbles
     /// 16+4i..16+4i+4.
@@ -85,14 +97,4 @@ pub unsafe fn load<S: Dots, E: Element>(at: Panels) -> Outputs<S> {
 pub unsafe fn splat<S: Dots>(x: f32) -> Outputs<S> {
     // SAFETY: the caller's promise.
     unsafe { S::Outputs::splat(x) }
-}
-
-/// Eight bytes of each panel, as outputs.
-///
-/// # Safety
-/// They are readable, and the CPU has `S`'s features.
-#[inline(always)]
-pub unsafe fn load_u8<S: Dots>(at: Panels) -> Outputs<S> {
-    // SAFETY: the caller's promise.
-    unsafe { S::beside(S::load_u8(at.first), S::load_u8(at.first.add(at.apart))) }
 }

@@ -42,7 +42,7 @@ pub use isa::Isa;
 pub use kv_convert::{KvSlice, convert_kv};
 use kv_row::Planes;
 pub use packed::{PackedError, PackedFile, PackedWriter};
-use quantise::Quantised;
+use products::Scratch;
 use simd::LANES;
 use threads::Threads;
 use together::{Labour, Plan, Sight, Tables};
@@ -84,7 +84,7 @@ pub struct CpuBackend {
     isa: Isa,
     threads: Threads,
     pool: Arc<HostPool>,
-    scratch: Quantised,
+    scratch: Scratch,
     weights: Arena,
     packed: Packed,
     /// Of the latest step's attention, one per layer group.
@@ -126,7 +126,7 @@ impl CpuBackend {
             isa: options.isa,
             threads,
             pool,
-            scratch: Quantised::with_capacity(0)?,
+            scratch: Scratch::with_capacity(0)?,
             weights: Arena::default(),
             packed: Packed::Anew,
             plans,
@@ -316,7 +316,7 @@ impl Backend for CpuBackend {
 
     fn reserve(&mut self, room: &Room) -> Result<(), KernelError> {
         if self.scratch.normed.len() < room.rows * room.cols {
-            self.scratch = Quantised::with_capacity(room.rows * room.cols)?;
+            self.scratch = Scratch::with_capacity(room.rows * room.cols)?;
         }
         Ok(())
     }

@@ -17,6 +17,7 @@
 use baton_types::WeightDtype;
 use half::f16;
 
+use super::quantise::Span;
 use super::simd::LANES;
 use super::unpack::{GROUP, Group, element};
 
@@ -58,6 +59,15 @@ impl Form {
     /// Activations are rounded to 8 bits for these.
     pub fn quantised(self) -> bool {
         !matches!(self, Form::F32 | Form::F16 | Form::Bf16)
+    }
+
+    /// How activations are rounded for these. None: they are not.
+    pub fn span(self) -> Option<Span> {
+        match self {
+            Form::F32 | Form::F16 | Form::Bf16 => None,
+            Form::U4 | Form::U5 | Form::I8 => Some(Span::Group),
+            Form::U4Super | Form::U5Super | Form::U6Super => Some(Span::Super),
+        }
     }
 
     /// Groups of 32 weights in a unit; quantised forms only.

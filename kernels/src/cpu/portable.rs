@@ -103,10 +103,6 @@ unsafe impl Simd for Portable {
         // SAFETY: eight bf16 are readable at p.
         unsafe { p.cast::<[bf16; LANES]>().read_unaligned().map(bf16::to_f32) }
     }
-    unsafe fn load_u8(p: *const u8) -> Self::F {
-        // SAFETY: eight bytes are readable at p.
-        unsafe { p.cast::<[u8; LANES]>().read().map(f32::from) }
-    }
     unsafe fn store_f16(p: *mut f16, x: Self::F) {
         // SAFETY: eight f16 are writable at p.
         unsafe { p.cast::<[f16; LANES]>().write_unaligned(x.map(f16::from_f32)) }

@@ -6,11 +6,52 @@
 //! input and a wait of all threads for each product but one.
 
 use super::matmul::{self, SIDE_BY_SIDE};
+use super::quantise::{self, Quantised, Span};
 use super::tiles::Operands;
 use super::unpack::GROUP;
-use super::{CpuBackend, CpuWeight, LANES, Shared, elementwise, quantise};
+use super::{CpuBackend, CpuWeight, LANES, Shared, elementwise};
+use crate::KernelError;
 use crate::backend::{First, Input, MAX_PRODUCTS, Product};
 use crate::pages::Pages;
+
+/// What an input's rows become before they are multiplied.
+pub struct Scratch {
+    /// Rows that were only normed, for products with floats.
+    pub normed: Pages<f32>,
+    /// Rows rounded by groups, and by super-blocks.
+    rounded: [Quantised; 2],
+}
+
+impl Scratch {
+    /// Room for `elements` activations.
+    pub fn with_capacity(elements: usize) -> Result<Self, KernelError> {
+        let rounded = [Quantised::with_capacity(elements)?, Quantised::with_capacity(elements)?];
+        Ok(Scratch { normed: Pages::zeroed(elements)?, rounded })
+    }
+}
+
+/// What products need of their input's rows.
+#[derive(Clone, Copy)]
+struct Needs {
+    /// The floats.
+    dense: bool,
+    /// Rounded, in these ways.
+    spans: [bool; 2],
+}
+
+impl Needs {
+    fn of<'a>(weights: impl Iterator<Item = &'a CpuWeight> + Clone) -> Needs {
+        let any = |span| weights.clone().any(|weight| weight.form.span() == span);
+        Needs { dense: any(None), spans: SPANS.map(|span| any(Some(span))) }
+    }
+
+    fn rounded(self) -> impl Iterator<Item = (usize, Span)> {
+        SPANS.into_iter().enumerate().filter(move |&(i, _)| self.spans[i])
+    }
+}
+
+/// In the order of [`Scratch::rounded`].
+const SPANS: [Span; 2] = [Span::Group, Span::Super];
 
 /// Tasks a thread gets, about: small enough to balance, large enough not to be felt.
 const TASKS_PER_THREAD: usize = 4;
@@ -37,13 +78,15 @@ fn piece(weight: &CpuWeight, bytes: usize) -> usize {
 impl CpuBackend {
     /// Does what comes first, and norms and rounds the input's rows into the scratch buffers, as far as the products need it: rounded for
     /// quantised weights, the normed floats for dense ones. Gives the floats to multiply.
-    fn prepare(&mut self, input: Input<'_, Pages<f32>>, cols: usize, quantised: bool, dense: bool) -> *const f32 {
-        let (isa, rounded) = (self.isa, self.scratch.rounded());
+    fn prepare(&mut self, input: Input<'_, Pages<f32>>, cols: usize, needs: Needs) -> *const f32 {
+        let (isa, [groups, supers]) = (self.isa, &mut self.scratch.rounded);
+        let rounded = [groups.rounded(), supers.rounded()];
         let normed = Shared(self.scratch.normed.as_mut_ptr());
         let (x, groups) = (Shared(input.x.as_mut_ptr()), cols / GROUP);
         let norm = input.first.norm().map(|norm| (&norm.weight[..], norm.eps));
         let floats = input.x.as_ptr();
-        if !quantised && matches!(input.first, First::Nothing) {
+        let ways = needs.rounded().count();
+        if ways == 0 && matches!(input.first, First::Nothing) {
             return floats;
         }
         self.over_rows(input.rows, cols, &|first, count| {
@@ -60,10 +103,12 @@ impl CpuBackend {
                         First::Nothing | First::Norm(_) => {}
                     }
                     let mut from = own.cast_const();
-                    let out = || rounded.from(row * groups);
+                    let out = |i: usize, span| rounded[i].from(row * groups, span);
                     match norm {
-                        Some((weight, eps)) if !dense => {
-                            quantise::norm_quantise(isa, from, weight.as_ptr(), eps, groups, out());
+                        Some((weight, eps)) if !needs.dense && ways == 1 => {
+                            for (i, span) in needs.rounded() {
+                                quantise::norm_quantise(isa, from, weight.as_ptr(), eps, groups, span, out(i, span));
+                            }
                             continue;
                         }
                         Some((weight, eps)) => {
@@ -73,8 +118,8 @@ impl CpuBackend {
                         }
                         None => {}
                     }
-                    if quantised {
-                        quantise::quantise(isa, from, groups, out());
+                    for (i, span) in needs.rounded() {
+                        quantise::quantise(isa, from, groups, span, out(i, span));
                     }
                 }
             }
@@ -107,27 +152,30 @@ impl CpuBackend {
             assert!(product.out.len() >= rows * product.weight.rows, "matmul output too small");
             assert!(product.bias.is_none_or(|b| b.len() >= product.weight.rows), "matmul bias too small");
         }
-        let quantised = products.iter().any(|p| p.weight.form.quantised());
-        let dense = products.iter().any(|p| !p.weight.form.quantised());
-        let room = self.scratch.normed.len() >= rows * cols || !quantised && norm.is_none();
+        let needs = Needs::of(products.iter().map(|p| p.weight));
+        let room = self.scratch.normed.len() >= rows * cols || needs.rounded().count() == 0 && norm.is_none();
         assert!(room, "reserve() was not called for {rows} rows of {cols}");
-        let x = self.prepare(input, cols, quantised, dense);
+        let x = self.prepare(input, cols, needs);
         let bytes: usize = products.iter().map(|p| p.weight.data.len()).sum();
         let share = bytes / (self.threads.count() * TASKS_PER_THREAD);
-        let parts = products.map(|product| Part {
-            weight: product.weight,
-            operands: Operands {
-                rows,
-                x,
-                q: self.scratch.q.as_ptr(),
-                scale: self.scratch.scale.as_ptr(),
-                minus_sum: self.scratch.minus_sum.as_ptr(),
-                halves: self.scratch.halves.as_ptr(),
-                raised: self.scratch.raised.as_ptr(),
-                bias: product.bias.map(|b| b.as_ptr()),
-                out: product.out.as_mut_ptr(),
-            },
-            piece: piece(product.weight, share),
+        let parts = products.map(|product| {
+            let rounded = &self.scratch.rounded[usize::from(product.weight.form.span() == Some(Span::Super))];
+            Part {
+                weight: product.weight,
+                operands: Operands {
+                    rows,
+                    x,
+                    q: rounded.q.as_ptr(),
+                    scale: rounded.scale.as_ptr(),
+                    minus_sum: rounded.minus_sum.as_ptr(),
+                    minus: rounded.minus.as_ptr(),
+                    halves: rounded.halves.as_ptr(),
+                    raised: rounded.raised.as_ptr(),
+                    bias: product.bias.map(|b| b.as_ptr()),
+                    out: product.out.as_mut_ptr(),
+                },
+                piece: piece(product.weight, share),
+            }
         });
         let isa = self.isa;
         self.threads.run(parts.iter().map(Part::tasks).sum(), &|mut i| {

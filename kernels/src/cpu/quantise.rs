@@ -1,23 +1,47 @@
 //! Activations rounded to 8 bits, once for all products of an input, and normed on the way where the layer starts with that.
 //!
+//! A span has one scale: a group of 32, or for weights in super-blocks eight of them. So the sums over a super-block stay integers, which
+//! are exact however they are made (I1).
+//!
 //! Bytes moved: the rows once (twice when normed), and a quarter of them out. Bound: in cache, by arithmetic: about 60 vector
 //! instructions per 32 elements. What is one number for a group, its largest element, scale and sums, is a lane of eight groups.
 
 use super::elementwise::{normed, rms_factor};
 use super::isa::dispatch;
+use super::packing::SUPER;
 use super::simd::{LANES, Simd};
 use super::unpack::GROUP;
 use crate::KernelError;
 use crate::pages::Pages;
 
-/// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / 32] · q[t][k]`; `minus_sum[t][g] = -scale · Σ q` for weights with a minimum, and
-/// `halves[t][k / 16] = Σ q` for products that raise signed weights.
+/// Which elements have a scale together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Span {
+    /// A group.
+    Group,
+    /// The groups of a super-block.
+    Super,
+}
+
+impl Span {
+    /// Elements of a span.
+    pub fn elements(self) -> usize {
+        match self {
+            Span::Group => GROUP,
+            Span::Super => SUPER * GROUP,
+        }
+    }
+}
+
+/// Rows rounded to 8 bits: `x[t][k] ≈ scale[t][k / span] · q[t][k]`.
 pub struct Quantised {
-    /// Rows that were only normed, for products with floats.
-    pub normed: Pages<f32>,
     pub q: Pages<i8>,
     pub scale: Pages<f32>,
+    /// Of spans of a group, `-scale · Σ q`, for weights with a minimum.
     pub minus_sum: Pages<f32>,
+    /// Of each group of longer spans, `-Σ q`, for the same.
+    pub minus: Pages<i16>,
+    /// `halves[t][k / 16] = Σ q`, for products that raise signed weights.
     pub halves: Pages<i16>,
     /// Of each group, what undoes the raising of weights: `-32 · Σ q` of either half, and `-128 · Σ q` of both.
     pub raised: Pages<[i32; 3]>,
@@ -30,6 +54,7 @@ impl Quantised {
             q: self.q.as_mut_ptr(),
             scale: self.scale.as_mut_ptr(),
             minus_sum: self.minus_sum.as_mut_ptr(),
+            minus: self.minus.as_mut_ptr(),
             halves: self.halves.as_mut_ptr(),
             raised: self.raised.as_mut_ptr(),
         }
@@ -39,10 +64,10 @@ impl Quantised {
     pub fn with_capacity(elements: usize) -> Result<Self, KernelError> {
         let groups = elements.div_ceil(GROUP);
         Ok(Quantised {
-            normed: Pages::zeroed(elements)?,
             q: Pages::zeroed(groups * GROUP)?,
             scale: Pages::zeroed(groups)?,
             minus_sum: Pages::zeroed(groups)?,
+            minus: Pages::zeroed(groups)?,
             halves: Pages::zeroed(2 * groups)?,
             raised: Pages::zeroed(groups)?,
         })
@@ -55,6 +80,7 @@ pub struct Rounded {
     q: *mut i8,
     scale: *mut f32,
     minus_sum: *mut f32,
+    minus: *mut i16,
     halves: *mut i16,
     raised: *mut [i32; 3],
 }
@@ -65,17 +91,18 @@ unsafe impl Send for Rounded {}
 unsafe impl Sync for Rounded {}
 
 impl Rounded {
-    /// From group `first` on.
+    /// From group `first` on, with which a span begins.
     ///
     /// # Safety
     /// The group is inside.
-    pub unsafe fn from(self, first: usize) -> Rounded {
+    pub unsafe fn from(self, first: usize, span: Span) -> Rounded {
         // SAFETY: the caller's promise; a group has 32 elements and two halves.
         unsafe {
             Rounded {
                 q: self.q.add(first * GROUP),
-                scale: self.scale.add(first),
+                scale: self.scale.add(first * GROUP / span.elements()),
                 minus_sum: self.minus_sum.add(first),
+                minus: self.minus.add(first),
                 halves: self.halves.add(2 * first),
                 raised: self.raised.add(first),
             }
@@ -83,7 +110,7 @@ impl Rounded {
     }
 }
 
-/// Rounds group `g`, whose elements are `v`.
+/// Rounds group `g`, a span, whose elements are `v`.
 #[inline(always)]
 unsafe fn round_group<S: Simd>(v: [S::F; GROUP / LANES], g: usize, out: Rounded) {
     // SAFETY: the caller gives room for the group.
@@ -108,10 +135,11 @@ unsafe fn round_group<S: Simd>(v: [S::F; GROUP / LANES], g: usize, out: Rounded)
     }
 }
 
-/// Rounds eight groups from `g` on, whose elements are at `v`. The bits are those of [`round_group`]: the largest element and sums of small
-/// integers are the same in any order.
+/// Rounds eight groups from `g` on, whose elements are at `v`: each as a span, or all as one. The bits are those of [`round_group`]: the largest
+/// element and sums of small integers are the same in any order.
 #[inline(always)]
-unsafe fn round_groups<S: Simd>(v: *const f32, g: usize, out: Rounded) {
+unsafe fn round_groups<S: Simd>(v: *const f32, g: usize, span: Span, out: Rounded) {
+    const { assert!(LANES == SUPER) };
     // SAFETY: the caller gives the elements, and room for the groups.
     unsafe {
         let at = |group: usize, i: usize| S::load(v.add(group * GROUP + i * LANES));
@@ -124,6 +152,9 @@ unsafe fn round_groups<S: Simd>(v: *const f32, g: usize, out: Rounded) {
         let mut largest = columns[0];
         for column in &columns[1..] {
             largest = S::max(largest, *column);
+        }
+        if span == Span::Super {
+            largest = S::splat(S::max_lane(largest));
         }
         let (mut top, mut inverse) = ([0.0f32; LANES], [0.0f32; LANES]);
         S::store(top.as_mut_ptr(), largest);
@@ -154,8 +185,13 @@ unsafe fn round_groups<S: Simd>(v: *const f32, g: usize, out: Rounded) {
         }
         let scale = S::div(S::load(top.as_ptr()), S::splat(127.0));
         let both = S::add(S::load(sums[0].as_ptr()), S::load(sums[1].as_ptr()));
-        S::store(out.scale.add(g), scale);
-        S::store(out.minus_sum.add(g), S::mul(S::mul(scale, S::splat(-1.0)), both));
+        match span {
+            Span::Group => {
+                S::store(out.scale.add(g), scale);
+                S::store(out.minus_sum.add(g), S::mul(S::mul(scale, S::splat(-1.0)), both));
+            }
+            Span::Super => *out.scale.add(g / SUPER) = top[0] / 127.0,
+        }
         for i in 0..LANES {
             store_sums([sums[0][i] as i32, sums[1][i] as i32], g + i, out);
         }
@@ -169,17 +205,18 @@ unsafe fn store_sums([first, second]: [i32; 2], g: usize, out: Rounded) {
     unsafe {
         *out.halves.add(2 * g) = first as i16;
         *out.halves.add(2 * g + 1) = second as i16;
+        *out.minus.add(g) = -(first + second) as i16;
         *out.raised.add(g) = [-32 * first, -32 * second, -128 * (first + second)];
     }
 }
 
 #[inline(always)]
-unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, out: Rounded) {
+unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, span: Span, out: Rounded) {
     // SAFETY: the caller gives `groups * 32` readable elements and room for as many.
     unsafe {
         let eights = groups / LANES * LANES;
         for g in (0..eights).step_by(LANES) {
-            round_groups::<S>(x.add(g * GROUP), g, out);
+            round_groups::<S>(x.add(g * GROUP), g, span, out);
         }
         for g in eights..groups {
             let at = |i| x.add(g * GROUP + LANES * i);
@@ -189,11 +226,11 @@ unsafe fn quantise_kernel<S: Simd>(_: S, x: *const f32, groups: usize, out: Roun
 }
 
 dispatch! {
-    /// Rounds `groups` groups of 32 activations to 8 bits.
+    /// Rounds `groups` groups of 32 activations, whole spans, to 8 bits.
     ///
     /// # Safety
     /// `x` is readable and `out` writable for as many.
-    pub unsafe fn quantise(x: *const f32, groups: usize, out: Rounded) = quantise_kernel
+    pub unsafe fn quantise(x: *const f32, groups: usize, span: Span, out: Rounded) = quantise_kernel
 }
 
 #[inline(always)]
@@ -203,6 +240,7 @@ unsafe fn norm_quantise_kernel<S: Simd>(
     weight: *const f32,
     eps: f32,
     groups: usize,
+    span: Span,
     out: Rounded,
 ) {
     // SAFETY: the caller gives `groups * 32` readable elements and weights, and room for as many.
@@ -215,7 +253,7 @@ unsafe fn norm_quantise_kernel<S: Simd>(
                 let at = g * GROUP + i;
                 S::store(row.as_mut_ptr().add(i), normed::<S>(x.add(at), factor, weight.add(at)));
             }
-            round_groups::<S>(row.as_ptr(), g, out);
+            round_groups::<S>(row.as_ptr(), g, span, out);
         }
         for g in eights..groups {
             let at = |i| normed::<S>(x.add(g * GROUP + LANES * i), factor, weight.add(g * GROUP + LANES * i));
@@ -225,7 +263,7 @@ unsafe fn norm_quantise_kernel<S: Simd>(
 }
 
 dispatch! {
-    /// Norms a row of `groups` groups of 32 activations and rounds it to 8 bits; the bits are those of norming first and then rounding.
+    /// Norms a row of `groups` groups of 32 activations, whole spans, and rounds it to 8 bits; the bits are those of norming first and then rounding.
     ///
     /// # Safety
     /// `x` and `weight` are readable and `out` writable for as many.
@@ -234,6 +272,7 @@ dispatch! {
         weight: *const f32,
         eps: f32,
         groups: usize,
+        span: Span,
         out: Rounded,
     ) = norm_quantise_kernel
 }
@@ -264,13 +303,14 @@ mod tests {
             let mut apart = Quantised::with_capacity(GROUPS * GROUP).unwrap();
             // SAFETY: all have room for the groups; the instruction set is available.
             unsafe {
-                quantise(isa, row.as_ptr(), GROUPS, together.rounded());
-                norm_quantise(isa, row.as_ptr(), weight.as_ptr(), 1e-6, GROUPS, normed.rounded());
+                quantise(isa, row.as_ptr(), GROUPS, Span::Group, together.rounded());
+                norm_quantise(isa, row.as_ptr(), weight.as_ptr(), 1e-6, GROUPS, Span::Group, normed.rounded());
                 let (x, w, out) = (row.as_ptr(), weight.as_ptr(), normed_row.as_mut_ptr());
                 super::super::elementwise::rms_norm(isa, x, w, 1e-6, GROUPS * GROUP, out);
                 for g in 0..GROUPS {
-                    quantise(isa, row.as_ptr().add(g * GROUP), 1, alone.rounded().from(g));
-                    quantise(isa, normed_row.as_ptr().add(g * GROUP), 1, apart.rounded().from(g));
+                    quantise(isa, row.as_ptr().add(g * GROUP), 1, Span::Group, alone.rounded().from(g, Span::Group));
+                    let out = apart.rounded().from(g, Span::Group);
+                    quantise(isa, normed_row.as_ptr().add(g * GROUP), 1, Span::Group, out);
                 }
             }
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -288,6 +328,42 @@ mod tests {
             assert_eq!((together.q[0], together.scale[1], together.scale[2]), (-127, 0.0, 0.0));
             let half = |h: usize| together.q[h * 16..][..16].iter().map(|&q| i32::from(q)).sum::<i32>();
             assert_eq!(together.raised[0], [-32 * half(0), -32 * half(1), -128 * (half(0) + half(1))]);
+        }
+    }
+
+    /// Spans of eight groups: a scale for all, from the largest element of all, and sums of each.
+    #[test]
+    fn a_super_block_has_one_scale() {
+        const GROUPS: usize = 2 * SUPER;
+        let (row, weight) = (row(GROUPS), [1.0; GROUPS * GROUP]);
+        for isa in Isa::available() {
+            let [mut plain, mut normed, mut apart] =
+                [(); 3].map(|()| Quantised::with_capacity(GROUPS * GROUP).unwrap());
+            let mut normed_row = vec![0.0; GROUPS * GROUP];
+            // SAFETY: all have room for the groups; the instruction set is available.
+            unsafe {
+                quantise(isa, row.as_ptr(), GROUPS, Span::Super, plain.rounded());
+                let (x, w, out) = (row.as_ptr(), weight.as_ptr(), normed_row.as_mut_ptr());
+                norm_quantise(isa, x, w, 1e-6, GROUPS, Span::Super, normed.rounded());
+                super::super::elementwise::rms_norm(isa, x, w, 1e-6, GROUPS * GROUP, out);
+                quantise(isa, out, GROUPS, Span::Super, apart.rounded());
+            }
+            for (u, elements) in row.chunks(SUPER * GROUP).enumerate() {
+                let largest = elements.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+                assert_eq!(plain.scale[u], largest / 127.0, "{}", isa.name());
+                for (k, x) in elements.iter().enumerate() {
+                    let q = (x * (127.0 / largest)).round_ties_even() as i8;
+                    assert_eq!(plain.q[u * SUPER * GROUP + k], q, "element {k} of {u}, {}", isa.name());
+                }
+            }
+            for g in 0..GROUPS {
+                let half = |h: usize| plain.q[h * 16..][..16].iter().map(|&q| i32::from(q)).sum::<i32>();
+                let (first, second) = (half(2 * g), half(2 * g + 1));
+                assert_eq!(i32::from(plain.minus[g]), -(first + second), "{}", isa.name());
+                assert_eq!([plain.halves[2 * g], plain.halves[2 * g + 1]].map(i32::from), [first, second]);
+                assert_eq!(plain.raised[g], [-32 * first, -32 * second, -128 * (first + second)]);
+            }
+            assert_eq!((&normed.q[..], &normed.scale[..]), (&apart.q[..], &apart.scale[..]), "{}", isa.name());
         }
     }
 }

@@ -59,7 +59,6 @@ pub unsafe trait Simd: Floats {
     unsafe fn split(x: Wide<Self>) -> [Self::F; 2];
     unsafe fn load_f16(p: *const f16) -> Self::F;
     unsafe fn load_bf16(p: *const bf16) -> Self::F;
-    unsafe fn load_u8(p: *const u8) -> Self::F;
     /// Sixteen of them.
     #[inline(always)]
     unsafe fn wide_f16(p: *const f16) -> Wide<Self> {

@@ -2,7 +2,7 @@
 //!
 //! An output element is one chain of fused multiply-adds over k in ascending order, whatever the tile (I1). For quantised
 //! weights the dot product inside a group of 32 is exact in integers, and one or two fused multiply-adds per group apply the
-//! scales. Per group and vector of outputs, with AVX-512: 8 dot products, a conversion, a product of scales and one or two fused
+//! scales; of super-blocks all sums of its groups, times their small scales, are integers. Per group and vector of outputs, with AVX-512: 8 dot products, a conversion, a product of scales and one or two fused
 //! multiply-adds a row, beside 10 to 40 instructions that unpack the weights for all rows of the tile.
 //!
 //! Bytes moved: a panel's weights once for the rows of the tile, and those rows once for the panels beside each other, from the nearest
@@ -10,7 +10,7 @@
 
 use half::f16;
 
-use super::dots::{Dots, Outputs, Panels, load, load_u8, splat};
+use super::dots::{Dots, Outputs, Panels, load, splat};
 use super::element::Element;
 use super::packing::{Form, SUPER};
 use super::simd::{Floats, LANES, prefetch};
@@ -24,6 +24,7 @@ pub struct Operands {
     pub q: *const i8,
     pub scale: *const f32,
     pub minus_sum: *const f32,
+    pub minus: *const i16,
     pub halves: *const i16,
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only VNNI's products are of raised weights"))]
     pub raised: *const [i32; 3],
@@ -153,6 +154,29 @@ unsafe fn add_group<S: Dots, const BITS: usize, const T: usize>(
     }
 }
 
+/// Adds products of super-block `u` to `acc`: its sums times the scale of the weights, the sums of its minima times theirs, if it has any, and
+/// both times the scale of the activations.
+#[inline(always)]
+unsafe fn add_super<S: Dots, const T: usize>(
+    acc: &mut [Outputs<S>; T],
+    (sums, d): ([S::I; T], Outputs<S>),
+    minima: Option<([S::I; T], Outputs<S>)>,
+    x: &Operands,
+    (at, u): (At, usize),
+) {
+    // SAFETY: inside the quantised rows.
+    unsafe {
+        for t in 0..T {
+            let mut sum = S::Outputs::mul(S::to_f32(sums[t]), d);
+            if let Some((minima, dmin)) = minima {
+                sum = S::Outputs::fma(S::to_f32(minima[t]), dmin, sum);
+            }
+            let scale = splat::<S>(*x.scale.add((at.row + t) * (at.cols / (SUPER * GROUP)) + u));
+            acc[t] = S::Outputs::fma(sum, scale, acc[t]);
+        }
+    }
+}
+
 const fn plain(bits: usize) -> Form {
     if bits == 4 { Form::U4 } else { Form::U5 }
 }
@@ -190,15 +214,27 @@ impl<S: Dots, const BITS: usize> Tile<S> for Super<BITS> {
             for u in 0..at.cols / (SUPER * GROUP) {
                 let unit = panels.add(u * form.unit_bytes());
                 let (d, dmin) = (load::<S, f16>(unit), load::<S, f16>(unit.add(2 * LANES)));
+                let group = |g: usize| unit.add(form.header_bytes() + g * form.group_bytes());
+                let mut sums = [S::zero(); T];
                 for g in 0..SUPER {
                     next.fetch(S::PANELS * form.group_bytes());
-                    let w = unit.add(form.header_bytes() + g * form.group_bytes());
-                    let scales = w.add(form.weight_bytes());
-                    // Halves times small integers: exact.
-                    let scale = S::Outputs::mul(d, load_u8::<S>(scales));
-                    let min = S::Outputs::mul(dmin, load_u8::<S>(scales.add(LANES)));
-                    add_group::<S, BITS, T>(&mut acc, w, (scale, min), x, (at, u * SUPER + g));
+                    let (w, activations) = (group(g), groups_of::<T>(x, at, u * SUPER + g));
+                    let dot = if BITS == 4 { S::dot_u4::<T>(w, activations) } else { S::dot_u5::<T>(w, activations) };
+                    let scale = S::bytes(w.add(form.weight_bytes()));
+                    for t in 0..T {
+                        sums[t] = S::mul_add(dot[t], scale, sums[t]);
+                    }
                 }
+                let mut minima = [S::zero(); T];
+                for g in (0..SUPER).step_by(2) {
+                    let of = |g: usize| group(g).add(form.weight_bytes() + LANES);
+                    let pairs = S::pairs(of(g), of(g + 1));
+                    for t in 0..T {
+                        let minus = x.minus.add((at.row + t) * (at.cols / GROUP) + u * SUPER + g);
+                        minima[t] = S::add_pairs(minima[t], pairs, minus);
+                    }
+                }
+                add_super::<S, T>(&mut acc, (sums, d), Some((minima, dmin)), x, (at, u));
             }
             acc
         }
@@ -215,13 +251,17 @@ impl<S: Dots> Tile<S> for U6Super {
             for u in 0..at.cols / (SUPER * GROUP) {
                 let unit = panels.add(u * form.unit_bytes());
                 let d = load::<S, f16>(unit);
+                let mut sums = [S::zero(); T];
                 for group in 0..SUPER {
                     next.fetch(S::PANELS * form.group_bytes());
                     let w = unit.add(form.header_bytes() + group * form.group_bytes());
                     let g = u * SUPER + group;
                     let dot = S::dot_u6::<T>(w, groups_of::<T>(x, at, g), sums_of::<T>(x, at, g));
-                    add_scaled::<S, T>(&mut acc, dot, d, x, (at, g));
+                    for t in 0..T {
+                        sums[t] = S::plus(sums[t], dot[t]);
+                    }
                 }
+                add_super::<S, T>(&mut acc, (sums, d), None, x, (at, u));
             }
             acc
         }

@@ -113,6 +113,42 @@ unsafe impl Dots for Avx2 {
         unsafe { _mm256_cvtepi32_ps(x) }
     }
     #[inline(always)]
+    unsafe fn zero() -> __m256i {
+        // SAFETY: see the impl block.
+        unsafe { _mm256_setzero_si256() }
+    }
+    #[inline(always)]
+    unsafe fn plus(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: see the impl block.
+        unsafe { _mm256_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(a: __m256i, b: __m256i, c: __m256i) -> __m256i {
+        // SAFETY: see the impl block.
+        unsafe { _mm256_add_epi32(_mm256_mullo_epi32(a, b), c) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(at: Panels) -> __m256i {
+        // SAFETY: see the impl block; eight bytes are readable.
+        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(at.first.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn pairs(first: Panels, second: Panels) -> __m256i {
+        // SAFETY: see the impl block; eight bytes of both are readable.
+        unsafe {
+            let (first, second) = (_mm_loadl_epi64(first.first.cast()), _mm_loadl_epi64(second.first.cast()));
+            _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(first, second))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_pairs(sum: __m256i, pairs: __m256i, by: *const i16) -> __m256i {
+        // SAFETY: see the impl block; two numbers are readable.
+        unsafe {
+            let by = _mm256_set1_epi32(by.cast::<i32>().read_unaligned());
+            _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, by))
+        }
+    }
+    #[inline(always)]
     unsafe fn dot_u4<const T: usize>(w: Panels, a: [*const i8; T]) -> [__m256i; T] {
         // SAFETY: see the impl block; 128 weight bytes and 32 bytes of each activation group are readable.
         // No saturation: eight products of pairs, each at most 2 * 15 * 127, sum to 30,480 < 32,767.

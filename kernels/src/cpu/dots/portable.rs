@@ -16,6 +16,28 @@ unsafe impl Dots for Portable {
     unsafe fn to_f32(x: Self::I) -> [f32; LANES] {
         x.map(|v| v as f32)
     }
+    unsafe fn zero() -> Self::I {
+        [0; LANES]
+    }
+    unsafe fn plus(a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    unsafe fn mul_add(a: Self::I, b: Self::I, c: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    unsafe fn bytes(at: Panels) -> Self::I {
+        // SAFETY: eight bytes are readable.
+        std::array::from_fn(|i| unsafe { i32::from(*at.first.add(i)) })
+    }
+    unsafe fn pairs(first: Panels, second: Panels) -> Self::I {
+        // SAFETY: eight bytes of both are readable.
+        std::array::from_fn(|i| unsafe { i32::from(*first.first.add(i)) | i32::from(*second.first.add(i)) << 16 })
+    }
+    unsafe fn add_pairs(sum: Self::I, pairs: Self::I, by: *const i16) -> Self::I {
+        // SAFETY: two numbers are readable.
+        let [first, second] = [0, 1].map(|i| unsafe { i32::from(*by.add(i)) });
+        std::array::from_fn(|i| sum[i] + (pairs[i] & 0xffff) * first + (pairs[i] >> 16) * second)
+    }
     unsafe fn dot_u4<const T: usize>(w: Panels, a: [*const i8; T]) -> [Self::I; T] {
         let mut out = [[0i32; LANES]; T];
         for (t, a) in a.into_iter().enumerate() {

@@ -138,6 +138,45 @@ unsafe impl Dots for Vnni {
         unsafe { _mm512_cvtepi32_ps(x) }
     }
     #[inline(always)]
+    unsafe fn zero() -> __m512i {
+        // SAFETY: see the impl block.
+        unsafe { _mm512_setzero_si512() }
+    }
+    #[inline(always)]
+    unsafe fn plus(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see the impl block.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(a: __m512i, b: __m512i, c: __m512i) -> __m512i {
+        // SAFETY: see the impl block.
+        unsafe { _mm512_add_epi32(_mm512_mullo_epi32(a, b), c) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(at: Panels) -> __m512i {
+        // SAFETY: see the impl block; eight bytes of each panel are readable.
+        unsafe {
+            let (first, second) = (_mm_loadl_epi64(at.first.cast()), _mm_loadl_epi64(at.first.add(at.apart).cast()));
+            _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(first, second))
+        }
+    }
+    #[inline(always)]
+    unsafe fn pairs(first: Panels, second: Panels) -> __m512i {
+        // SAFETY: see the impl block; eight bytes of both, of each panel, are readable.
+        unsafe {
+            let low = _mm_loadl_epi64(first.first.cast());
+            let low = _mm_unpacklo_epi8(low, _mm_loadl_epi64(second.first.cast()));
+            let high = _mm_loadl_epi64(first.first.add(first.apart).cast());
+            let high = _mm_unpacklo_epi8(high, _mm_loadl_epi64(second.first.add(second.apart).cast()));
+            _mm512_cvtepu8_epi16(_mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_pairs(sum: __m512i, pairs: __m512i, by: *const i16) -> __m512i {
+        // SAFETY: see the impl block; two numbers are readable.
+        unsafe { _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(by.cast::<i32>().read_unaligned())) }
+    }
+    #[inline(always)]
     unsafe fn dot_u4<const T: usize>(w: Panels, a: [*const i8; T]) -> [__m512i; T] {
         // SAFETY: see the impl block; 128 weight bytes and 32 bytes of each activation group are readable.
         unsafe {

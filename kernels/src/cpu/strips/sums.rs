@@ -1,10 +1,12 @@
 //! What is done with a group's dot products, whatever made them: scales, minima, and the way of the sums from chunk to chunk and out.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
+use super::super::packing::SUPER;
 use super::super::simd::LANES;
 use super::super::tiles::Operands;
-use super::{Columns, HALVES, MINIMUM, Unpacked, Vector};
+use super::{Columns, HALVES, Head, MINIMUM, Unpacked, Vector};
 
 /// Of each row of a tile, a float for each output of the strip.
 pub type Sums<const T: usize> = [[__m512; 2]; T];
@@ -26,21 +28,6 @@ impl At {
     }
 }
 
-/// The dot product of a group of which either half has a scale.
-///
-/// Exact, as integers are: half a group has 16 products of at most 32 and 127, its scale is at most 128, and twice that is below 2^24.
-///
-/// # Safety
-/// The group is readable, and the CPU has AVX-512.
-#[inline(always)]
-pub unsafe fn from_halves(w: *const Unpacked, v: usize, dots: [__m512i; 2]) -> __m512 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let second = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[1]), (*w).factors[1][v].floats());
-        _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0]), (*w).factors[0][v].floats(), second)
-    }
-}
-
 /// Adds a group's dot products, scaled, and its minimum.
 ///
 /// # Safety
@@ -53,11 +40,10 @@ pub unsafe fn add_scaled<const T: usize, const KIND: u8>(
     x: &Operands,
     at: At,
 ) {
-    let last = if KIND == HALVES { 2 } else { 0 };
     // SAFETY: the caller's promise.
     unsafe {
         let factor = |i: usize| [(*w).factors[i][0].floats(), (*w).factors[i][1].floats()];
-        let (scale, min) = (factor(last), factor(1));
+        let (scale, min) = (factor(0), factor(1));
         for t in 0..T {
             let of_row = _mm512_set1_ps(*x.scale.add(at.group_of(t)));
             for v in 0..2 {
@@ -68,6 +54,58 @@ pub unsafe fn add_scaled<const T: usize, const KIND: u8>(
                 for v in 0..2 {
                     acc[t][v] = _mm512_fmadd_ps(min[v], sum, acc[t][v]);
                 }
+            }
+        }
+    }
+}
+
+/// Adds products of 16 bits, by twos, to sums: one instruction, of which compilers make two.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn add_pairs(mut sums: __m512i, x: __m512i, y: __m512i) -> __m512i {
+    // SAFETY: an instruction that the CPU has, of registers alone.
+    unsafe {
+        asm!(
+            "vpdpwssd {sums}, {x}, {y}",
+            sums = inout(zmm_reg) sums, x = in(zmm_reg) x, y = in(zmm_reg) y,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sums
+}
+
+/// Adds a super-block's sums of dot products times small scales, scaled, and its minima.
+///
+/// # Safety
+/// The head and the rows of the operands are readable, and the CPU has AVX-512 with VNNI.
+#[inline(always)]
+pub unsafe fn add_super<const T: usize, const KIND: u8>(
+    acc: &mut Sums<T>,
+    sums: Sums<T>,
+    head: *const Head,
+    x: &Operands,
+    at: At,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for t in 0..T {
+            let scale = _mm512_set1_ps(*x.scale.add(at.group_of(t) / SUPER));
+            let mut minima = [_mm512_setzero_si512(); 2];
+            if KIND != HALVES {
+                let minus = x.minus.add(at.group_of(t)).cast::<i32>();
+                for pair in 0..SUPER / 2 {
+                    let by = _mm512_set1_epi32(minus.add(pair).read_unaligned());
+                    for v in 0..2 {
+                        minima[v] = add_pairs(minima[v], (*head).minima[pair][v].integers(), by);
+                    }
+                }
+            }
+            for v in 0..2 {
+                let mut sum = _mm512_mul_ps(sums[t][v], (*head).scales[0][v].floats());
+                if KIND != HALVES {
+                    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minima[v]), (*head).scales[1][v].floats(), sum);
+                }
+                acc[t][v] = _mm512_fmadd_ps(sum, scale, acc[t][v]);
             }
         }
     }
