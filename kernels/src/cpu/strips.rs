@@ -43,7 +43,7 @@ const MANY: usize = 12;
 /// Rows from which tiles are faster than VNNI: measured 0.8 of it at 12 rows, 0.9 to 1.0 at 32, 1.1 at 64 and 1.2 at 128.
 const AMX_MANY: usize = 64;
 
-/// The same for super-blocks, whose weights take longer to make ready for tiles: measured 0.8 at 16 rows, 1.1 at 32, 1.4 at 64 and 1.8 to 2.4 at 512.
+/// The same for super-blocks, whose weights take longer to make ready for tiles: measured 0.8 at 16 rows, 1.1 at 32, 1.4 at 64 and 1.6 to 2.4 at 512.
 const AMX_SUPERS: usize = 32;
 
 /// Panels of a strip: two vectors of outputs.
@@ -261,7 +261,9 @@ pub unsafe fn panels(with: With, w: &CpuWeight, x: &Operands, first: usize, last
     let (kind, all) = (Kind::of(w.form), w.cols / GROUP);
     let most = if with == With::Amx { AMX_CHUNK } else { CHUNK };
     let chunk = even(all, most, w.form.unit_groups()).max(1);
-    let block = even(x.rows, (BLOCK_BYTES / w.cols.max(1)).clamp(MANY, BLOCK), 1);
+    let fitting = (BLOCK_BYTES / w.cols.max(1)).clamp(MANY, BLOCK);
+    // Tiles wait less for activations than for a super-block's weights to be made ready.
+    let block = even(x.rows, if with == With::Amx && in_supers(w.form) { BLOCK } else { fitting }, 1);
     let mut scratch = Scratch {
         groups: [MaybeUninit::uninit(); CHUNK],
         heads: [MaybeUninit::uninit(); CHUNK / SUPER],
