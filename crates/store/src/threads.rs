@@ -13,7 +13,7 @@ use crate::shared::Shared;
 /// Starts the threads.
 pub(crate) fn start(shared: &Arc<Shared>, count: usize, courtesy: &Courtesy) -> std::result::Result<(), OpenError> {
     for at in 0..count {
-        let (ours, mut courtesy) = (shared.clone(), courtesy.clone());
+        let (ours, mut courtesy) = (shared.clone(), courtesy.clone().among(count));
         let body = move || {
             while let Some(work) = ours.queue.next() {
                 let copied = matches!(work, Work::Read { .. } | Work::Write { .. });

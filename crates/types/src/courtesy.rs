@@ -65,6 +65,14 @@ impl Courtesy {
         Courtesy { beside: Some(beside), ..Courtesy::default() }
     }
 
+    /// One of so many threads that have its share together.
+    pub fn among(mut self, threads: usize) -> Courtesy {
+        if let Some(beside) = &mut self.beside {
+            beside.rests = (beside.rests + 1.0) * threads.max(1) as f64 - 1.0;
+        }
+        self
+    }
+
     /// So many bytes were copied, or are about to be. Gives way after each 256 KiB, for at most 20 ms.
     pub fn copied(&mut self, bytes: usize) {
         self.copied += bytes;
@@ -127,7 +135,9 @@ mod tests {
         assert_eq!(rests(&mut courtesy, 3), [0, 0]);
         assert_eq!(courtesy.times(), 8);
         decoding.set(true);
-        assert_eq!(rests(&mut Courtesy::beside(decoding, 1.0, PROCESSOR), 4), [0, 0], "a processor of its own");
+        let whole = Courtesy::beside(decoding, 1.0, PROCESSOR);
+        assert_eq!(rests(&mut whole.clone(), 4), [0, 0], "a processor of its own");
+        assert_eq!(rests(&mut whole.among(4), 4), [3, 3], "a quarter of it");
     }
 
     #[test]
