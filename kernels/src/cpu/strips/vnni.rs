@@ -1,7 +1,7 @@
 //! The products of an unpacked strip with VNNI: tiles of up to six rows by two vectors of outputs.
 //!
-//! Twelve sums of integers and as many of floats fill 24 of the 32 registers; what a super-block has besides waits in memory. A broadcast of four activations serves two vectors, and a
-//! vector of weights all rows of the tile, so that loads stay far below the two a cycle.
+//! Twelve sums of integers and as many of floats fill 24 of the 32 registers; what a super-block has besides waits in memory. A broadcast of four
+//! activations serves two vectors, and a vector of weights all rows of the tile, so that loads stay far below the two a cycle.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
