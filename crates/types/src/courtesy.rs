@@ -137,7 +137,7 @@ mod tests {
         decoding.set(true);
         let whole = Courtesy::beside(decoding, 1.0, PROCESSOR);
         assert_eq!(rests(&mut whole.clone(), 4), [0, 0], "a processor of its own");
-        assert_eq!(rests(&mut whole.among(4), 4), [3, 3], "a quarter of it");
+        assert_eq!(rests(&mut whole.among(4), 4), [20, 3], "a quarter of it, which it does not know to have used");
     }
 
     #[test]
