@@ -54,15 +54,16 @@ const EPOCH: Epoch = Epoch(1);
 fn a_session_gives_way_to_others_as_blocks_come() {
     let (mut session, mut around) = midway(true);
     let head = WriteHead { epoch: Epoch(9), group: 0, layer: 0, payload: 0, indexes: vec![0] };
+    assert_eq!(session.courtesy.times(), 1, "what came so far, as the options have it");
     session.courtesy.nearly();
     around.arrive(&mut session, 1);
-    assert_eq!(session.courtesy.times(), 1);
+    assert_eq!(session.courtesy.times(), 2);
     session.courtesy.nearly();
     session.take_in(0, Frame::Write(head.clone())).unwrap();
-    assert_eq!(session.courtesy.times(), 1, "the bytes come later");
+    assert_eq!(session.courtesy.times(), 2, "the bytes come later");
     session.kind = TransportKind::Shm;
     session.take_in(0, Frame::Write(head)).unwrap();
-    assert_eq!(session.courtesy.times(), 2, "the bytes are there");
+    assert_eq!(session.courtesy.times(), 3, "the bytes are there");
 }
 
 /// What is around a session.
@@ -83,6 +84,7 @@ fn midway(verify: bool) -> (Session, Around) {
     let bytes = options.geometry.layout.block_bytes(0);
     let segment = Arc::new(Segment::create("test", options.geometry.bytes()).unwrap());
     (options.pool, options.verify) = (Pool::Device(memory_over(&segment)), verify);
+    options.courtesy.nearly();
     let at = options.geometry.block_range(0, 0, BlockId(1)).start + bytes / 2 - 1;
     let told = Arc::<Mutex<Vec<_>>>::default();
     let (tell, pool) = (told.clone(), segment.clone());
