@@ -58,7 +58,7 @@ impl Form {
 
     /// Activations are rounded to 8 bits for these.
     pub fn quantised(self) -> bool {
-        !matches!(self, Form::F32 | Form::F16 | Form::Bf16)
+        self.span().is_some()
     }
 
     /// How activations are rounded for these. None: they are not.

@@ -2,8 +2,8 @@
 //!
 //! An output element is one chain of fused multiply-adds over k in ascending order, whatever the tile (I1). For quantised
 //! weights the dot product inside a group of 32 is exact in integers, and one or two fused multiply-adds per group apply the
-//! scales; of super-blocks all sums of its groups, times their small scales, are integers. Per group and vector of outputs, with AVX-512: 8 dot products, a conversion, a product of scales and one or two fused
-//! multiply-adds a row, beside 10 to 40 instructions that unpack the weights for all rows of the tile.
+//! scales; of a super-block, the sums of its groups times their small scales are integers, too, and scales are applied once. Per group and vector
+//! of outputs, with AVX-512: 8 dot products, a conversion, a product of scales and one or two fused multiply-adds a row, beside 10 to 40 instructions that unpack the weights for all rows of the tile.
 //!
 //! Bytes moved: a panel's weights once for the rows of the tile, and those rows once for the panels beside each other, from the nearest
 //! cache. Bound: with one row the weights' way from memory; from about eight on, the dot products.

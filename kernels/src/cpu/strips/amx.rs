@@ -11,9 +11,10 @@
 //! | --- | --- | --- | --- | --- | --- |
 //! | with a minimum | 1 | 1.1 | 2.4 | 4.5 | 6.4 |
 //! | signed | 1 | 1.1 | 1.8 | 3.9 | 5.9 |
-//! | in super-blocks | 1 | 0.4 | 0.8 | 2.2 | 5.7 to 7.3 |
+//! | in super-blocks | 1 | 0.2 | 0.6 | 1.8 | 5.7 to 7.3 |
 //!
-//! That is 1.4 and 1.5 times VNNI at most, and about 12% of what tiles could do with one scale a row; in super-blocks 2.6 to 3.3 times.
+//! That is 1.4 and 1.5 times VNNI at most, and about 12% of what tiles could do with one scale a row; in super-blocks 3 to 4 times. A product of
+//! 512 rows gets 1.6 to 2.4 of it: rounding its rows, making weights ready and writing outputs take as long again.
 //!
 //! Tile instructions and vector instructions take turns by chunks. Sums of integers are exact, and what follows is the same as elsewhere,
 //! so the bits are too (I1).

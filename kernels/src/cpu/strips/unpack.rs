@@ -1,5 +1,5 @@
-//! Unpacks groups of a strip: weights to unsigned bytes, scales and minima to floats or integers; for tiles, weights of super-blocks times their
-//! small scales to two bytes.
+//! Unpacks groups of a strip: weights to unsigned bytes, scales and minima to floats; for tiles, weights of super-blocks times their small
+//! scales to two bytes.
 
 use std::arch::x86_64::*;
 
@@ -187,24 +187,22 @@ unsafe fn scaled_bytes<const BITS: usize>(weights: __m512i, scales: __m512i) -> 
     // second elsewhere.
     unsafe {
         let bytes = _mm512_set1_epi16(0xff);
-        let (even, odd) = (_mm512_and_si512(bytes, weights), _mm512_andnot_si512(bytes, weights));
-        let lower = _mm512_set1_epi8(0x7f);
-        if BITS < 6 {
-            // Weights of odd places are 256 times what they are, which places their products where they are to be.
-            let product = _mm512_mullo_epi16(even, scales);
-            let (low, high) =
-                (_mm512_mullo_epi16(odd, scales), _mm512_mulhi_epu16(odd, _mm512_slli_epi16::<9>(scales)));
-            let low = _mm512_and_si512(_mm512_ternarylogic_epi64::<0xca>(bytes, product, low), lower);
-            return [low, _mm512_ternarylogic_epi64::<0xca>(bytes, _mm512_srli_epi16::<7>(product), high)];
+        let mut even = _mm512_mullo_epi16(_mm512_and_si512(bytes, weights), scales);
+        // Weights of odd places are 256 times what they are, and so are their scales.
+        let mut odd = _mm512_mulhi_epi16(_mm512_andnot_si512(bytes, weights), _mm512_slli_epi16::<8>(scales));
+        if BITS == 6 {
+            // Takes off what the weights are raised by, and adds half of a lower part's range, which it loses below.
+            let raised = _mm512_sub_epi16(_mm512_slli_epi16::<5>(scales), _mm512_set1_epi16(64));
+            (even, odd) = (_mm512_sub_epi16(even, raised), _mm512_sub_epi16(odd, raised));
         }
-        // Takes off what the weights are raised by, and adds half of a lower part's range, which it loses below.
-        let raised = _mm512_sub_epi16(_mm512_slli_epi16::<5>(scales), _mm512_set1_epi16(64));
-        let even = _mm512_sub_epi16(_mm512_mullo_epi16(even, scales), raised);
-        let odd = _mm512_sub_epi16(_mm512_mulhi_epi16(odd, _mm512_slli_epi16::<8>(scales)), raised);
         let both = _mm512_ternarylogic_epi64::<0xca>(bytes, even, _mm512_slli_epi16::<8>(odd));
+        let mut low = _mm512_and_si512(both, _mm512_set1_epi8(0x7f));
+        if BITS == 6 {
+            low = _mm512_sub_epi8(low, _mm512_set1_epi8(64));
+        }
         // Bits 7 to 14: the sign is one of them.
         let high = _mm512_ternarylogic_epi64::<0xca>(bytes, _mm512_srli_epi16::<7>(even), _mm512_slli_epi16::<1>(odd));
-        [_mm512_sub_epi8(_mm512_and_si512(both, lower), _mm512_set1_epi8(64)), high]
+        [low, high]
     }
 }
 
